@@ -18,7 +18,7 @@ def start(
     made: SimpleQueue[BaseException | None],
     ask_to_close: Callable[[], None],
 ) -> None:
-    """Have the thread make the engine, and wait until it has. Raise what that raises."""
+    """Start the thread that makes the engine, and wait. Raise what making it raised."""
     try:
         thread.start()
         failed = made.get()

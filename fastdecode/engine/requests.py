@@ -74,7 +74,7 @@ class Generation:
         )
 
     def _stop_reason(self) -> int | str | None:
-        """The token or stop string that ended it; None: EOS."""
+        """Return the token or stop string that ended it. None if EOS did."""
         if self.text.stopped_by is not None:
             return self.text.stopped_by
         params, last = self.sequence.request.params, self.sequence.token_ids[-1]
@@ -84,11 +84,11 @@ class Generation:
 
 @dataclass(eq=False)
 class PromptLogprobs:
-    """Of one request, as far as they are known."""
+    """A prompt's log-probabilities, as far as they are known."""
 
     request: Request
     steps: dict[int, TokenLogprob] = field(default_factory=dict)
-    """By the token's place in the prompt, from 1: nothing comes before the first."""
+    """Keys are places in the prompt, from 1: the first token has none."""
     is_reported: bool = False
 
     @property
@@ -118,7 +118,7 @@ class AskedRows:
 
     @property
     def count(self) -> int:
-        """Of the likeliest tokens, as many as any of them wants."""
+        """The most likeliest tokens that any of them wants."""
         return max(owner.request.params.prompt_logprobs or 0 for owner, _ in self.owners)
 
 
@@ -139,7 +139,7 @@ class PromptQuestions:
         self._open.pop(request_id, None)
 
     def asks(self, batch: StepBatch) -> NDArray[np.bool_] | None:
-        """[N] the chunks of a step whose rows are asked for; None: none are."""
+        """Return [N] which chunks' rows of a step are asked for. None if none are."""
         if not self._open:
             return None
         return np.array(
@@ -151,7 +151,7 @@ class PromptQuestions:
         )
 
     def rows(self, batch: StepBatch) -> AskedRows | None:
-        """Of a step that was asked; None: no request wants them any more."""
+        """Return the asked rows of a step. None if no request wants them any more."""
         assert batch.asks is not None
         owners: list[tuple[PromptLogprobs, int]] = []
         rows: list[int] = []
@@ -176,7 +176,7 @@ class PromptQuestions:
         )
 
     def take_in(self, rows: AskedRows, found: Seq[Seq[float]], wanted: Seq[Chunk]) -> None:
-        """Nothing more is asked of prompts that are known whole then.
+        """Take in log-probabilities. No more is asked of prompts that are complete then.
 
         Args:
             found: what ``prompt_logprobs`` gave, on the host.
@@ -228,8 +228,7 @@ class Requests:
         self, codec: TextCodec, eos_token_ids: tuple[int, ...], vocab_size: int, masks: GrammarMasks
     ) -> None:
         self._masks = masks
-        self.prompt_questions: PromptQuestions | None = None
-        """None: no request wants to know anything of its prompt."""
+        self.prompt_questions: PromptQuestions | None = None  # until a request has some
         self._codec = codec
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size

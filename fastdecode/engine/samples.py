@@ -33,7 +33,7 @@ class StepSamples:
 
     step: LaneStep
     chunks: Seq[Chunk]
-    """Those that a token is drawn for."""
+    """Chunks that a token is drawn for."""
     drawing: Drawing | None
     """None if there are none."""
     started_s: float

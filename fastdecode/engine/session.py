@@ -29,7 +29,7 @@ Counts: TypeAlias = "dict[HolderId, dict[PartId, int]]"
 
 def attach(fleet: HolderPool, cache: PrefixCache, session: Session) -> AttachedCounts:
     """Ask R-workers what they hold of a resumed session's sequences, keep that
-    as blocks, and have the session go on.
+    as blocks, and continue the session.
 
     Every R-worker is asked, even about nothing: whatever else it has of the
     session is closed.
@@ -47,9 +47,8 @@ def attach(fleet: HolderPool, cache: PrefixCache, session: Session) -> AttachedC
 
 
 def _found(fleet: HolderPool, session: int, wanted: Counts) -> Counts:
-    """Return what is there of it. R-workers are told once more what they have said: so
-    those that share out the heads have as much as the one of them that had
-    least, and nothing of what one of them hadn't."""
+    """Return what R-workers have of it. They are asked once more for what they answered: so
+    those that share out the heads have as much as the one of them that had least."""
     found: Counts = {}
     while wanted:
         for holder, asked in wanted.items():
@@ -93,7 +92,7 @@ def _keep(
 
 class Recorder(Extension):
     """Records the tokens and places of running sequences, so that another process can
-    go on with them.
+    continue them.
     """
 
     def __init__(self, session: Session, lives: SequenceTable) -> None:
@@ -109,7 +108,7 @@ class Recorder(Extension):
         parts were opened."""
         for chunk in chunks if self._opened else ():
             part_id = first_part(chunk.sequence)
-            # What is there of one with a gap isn't its first so many tokens.
+            # What one with a gap has cached isn't its first tokens.
             if part_id in self._opened and not chunk.sequence.behind_gap:
                 assert chunk.sequence.residence is not None
                 self._opened.difference_update(x.part_id for x in chunk.sequence.residence.parts)
@@ -117,7 +116,7 @@ class Recorder(Extension):
 
     def drew(self, drawn: Seq[Drawn]) -> None:
         """Record new tokens. The token that ends a text isn't recorded: the process
-        that goes on draws it once more, and so knows that it ends there."""
+        that continues draws it once more, and so knows that it ends there."""
         session = self._session
         session.add([one.sequence for one in drawn if one.finish_reason is None])
         if session.is_long:

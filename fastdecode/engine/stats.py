@@ -51,7 +51,7 @@ class LatencyHistogram:
         self._num += 1
 
     def add_all(self, other: LatencyHistogram) -> None:
-        """Those that another has counted, too."""
+        """Add what another has counted."""
         for bucket, count in enumerate(other._counts):
             self._counts[bucket] += count
         self._num += other._num
@@ -62,7 +62,7 @@ class LatencyHistogram:
         return {bucket: count for bucket, count in enumerate(self._counts) if count}
 
     def add_count(self, bucket: int, count: int) -> None:
-        """So many more in a bucket. Raises IndexError: there is none like that."""
+        """Add ``count`` durations to a bucket. Raise IndexError if it does not exist."""
         if bucket < 0 or count < 0:
             raise IndexError(f"{count} durations in bucket {bucket}")
         self._counts[bucket] += count
@@ -127,11 +127,11 @@ class EngineStats(SequenceCounts):
     num_rejoined: int = 0
     """R-workers that took the place of lost ones."""
     replicas: ReplicaFigures | None = None
-    """What has become of replicas; None: there are none."""
+    """Events of replicas. None if there are none."""
     resumed: AdoptionCounts = field(default_factory=AdoptionCounts)
-    """What went on from them."""
+    """Sequences that continued from them."""
     attached: AttachedCounts | None = None
-    """What R-workers had kept of the run that was gone on with; None: none was."""
+    """What R-workers had kept of the run that is continued. None if none is."""
     hybrid: HybridCounts | None = None
     """With KV on both sides: what was done where."""
     num_ahead: int = 0
@@ -146,7 +146,7 @@ class EngineStats(SequenceCounts):
     num_failed_fetches: int = 0
     """Those whose prompts couldn't be, and were run again."""
     num_moved: int = 0
-    """And those that another one went on with after a failure."""
+    """Those that another one continued after a failure."""
     num_role_changes: int = 0
     """Instances that were given another role."""
     fetched_bytes: int = 0
@@ -157,7 +157,7 @@ class EngineStats(SequenceCounts):
     """In which any of them was under way, as the engine hears of it: between two steps."""
 
     def begin_anew(self) -> None:
-        """Numbers and times are told from now on: of what runs for somebody else."""
+        """Reset numbers and times, for another peer."""
         fresh = EngineStats()
         for each in fields(self):
             value = getattr(fresh, each.name)
@@ -179,7 +179,7 @@ class EngineStats(SequenceCounts):
         return self.load_sum / max(self.num_steps, 1)
 
     def count_step(self, each_s: Mapping[HolderId, float]) -> None:
-        """A step is over, for which each holder computed so long."""
+        """Count a step, with the seconds that each holder computed."""
         self.num_steps += 1
         self.r_compute_s += max(each_s.values(), default=0.0)
         self.r_busy_s += sum(each_s.values())
@@ -187,8 +187,8 @@ class EngineStats(SequenceCounts):
             self.r_busy_each_s[holder] += busy_s
 
     def count_time(self, elapsed_s: float, wait_s: float, *, is_prefill: bool) -> None:
-        """So much time has passed, of which the S-worker waited so long;
-        ``is_prefill``: part of a prompt ran in it."""
+        """Count time, and how much of it the S-worker waited. ``is_prefill``: part of a prompt ran
+        in it."""
         self.wait_s += wait_s
         if is_prefill:
             self.prefill_s += elapsed_s
@@ -196,7 +196,7 @@ class EngineStats(SequenceCounts):
             self.decode_s += elapsed_s
 
     def count_load(self, load: int, num_prompt_tokens: int) -> None:
-        """A step is over, with so many tokens cached; so many of prompts have run in it."""
+        """Count the cached tokens at the end of a step, and the prompt tokens that ran in it."""
         self.load_sum += load
         self.load_peak = max(self.load_peak, load)
         self.num_prompt_tokens += num_prompt_tokens

@@ -1,12 +1,11 @@
 """Failovers in one ring of R-workers: which takes over from which, and how a cache that a neighbour
-took over goes to the R-worker that has come in the lost one's place.
+took over is handed to the replacement of the lost one.
 
-A newcomer gives up the empty cache with which it was greeted. The neighbour keeps it up to date
-from then on, as it would a replica, behind its answers. When that has caught up, no new step
-begins; those in flight end and count; and the newcomer is asked what it has (``TakeOver``), and
-goes on with it. What it hasn't got of the very last step is run again with the next. Only then the
-neighbour drops the cache: if the newcomer is lost before, the neighbour goes on, and if the
-neighbour is, the newcomer does, with what has come.
+A newcomer gives up the empty cache with which it was greeted. The neighbour streams the cache to
+it like a replica, behind its answers. Once the copy has caught up, no new step begins, and steps in
+flight finish. The newcomer is asked what it has (``TakeOver``), and serves the holder; tokens of
+the last step that it lacks run again. Then the neighbour drops the cache. If either is lost before,
+the other one serves.
 
 The other cache, the replica that the newcomer keeps of the one before it, comes when the ring is
 closed over it, right afterwards: both travel through its port, and so the first is soonest safe.
@@ -37,7 +36,7 @@ every time."""
 
 @dataclass
 class Failover:
-    """A lost R-worker whose neighbour goes on for it."""
+    """A lost R-worker that its neighbour has replaced."""
 
     worker: str
     keeper: str
@@ -51,18 +50,18 @@ class Failover:
 
 @dataclass(frozen=True)
 class Return:
-    """A cache that a neighbour went on with, and another R-worker does now, in
+    """A cache that a neighbour had taken over, and another R-worker serves now, in
     the lost one's place."""
 
     worker: str
     keeper: str
     """The neighbour."""
     copy_s: float
-    """From when it came until it had caught up, in which nobody waited for it."""
+    """From when it came until it had caught up, in which no step waited for it."""
     drain_s: float
     """From then until no step was in flight."""
     resume_s: float
-    """From then until it went on."""
+    """From then until it served."""
     went_on_s: float
     """When that was, by the clock."""
 
@@ -78,13 +77,12 @@ class ReplicaFigures:
     num_rings: int = 0
     """How often the ring was closed again, without a lost one or with one that came."""
     unprotected_s: float = 0.0
-    """In which some R-worker had no replica."""
-    lags: Counter[int] = field(default_factory=Counter)
-    """See ``Protection.lags``."""
+    """Time in which some R-worker had no replica."""
+    lags: Counter[int] = field(default_factory=Counter)  # see ``Protection.lags``
 
     def lag(self, percent: float) -> int | None:
-        """Steps that had begun since the one that a neighbour has, in so many of
-        a hundred times at most; None: nothing was ever said."""
+        """Steps that had begun since the one that a neighbour has, at this
+        percentile. None if no replica has reported."""
         left = percent / 100 * self.lags.total()
         for lag, count in sorted(self.lags.items()):
             left -= count
@@ -98,9 +96,9 @@ class Handover:
     """One cache on its way."""
 
     source: HolderId
-    """The neighbour that goes on with it."""
+    """The neighbour that serves it."""
     since_s: float
-    """When a newcomer was there."""
+    """When a newcomer had come."""
     is_copying: bool = False
     leaves_s: float | None = None
     """When it had caught up."""
@@ -113,7 +111,7 @@ class Failovers:
 
     Args:
         circle: The ring's holders.
-        figures: What is counted. None: by this ring alone.
+        figures: Counts of all rings. None if there are no others.
     """
 
     def __init__(
@@ -130,7 +128,7 @@ class Failovers:
         self.circle = list(circle)
         """The ring's holders, lost ones included."""
         self.failing: dict[HolderId, Failover] = {}
-        """Lost holders that others can go on for, and don't yet."""
+        """Lost holders that others can take over, and don't yet."""
         self.replacements: HubReplacements | None = None
         """R-workers that get what neighbours took over. None if none may come."""
         self._handovers: dict[HolderId, Handover] = {}  # under way, by the lost holder
@@ -141,18 +139,18 @@ class Failovers:
 
     @property
     def adopted(self) -> set[HolderId]:
-        """Lost holders that neighbours go on for, or newcomers that have not answered yet."""
+        """Lost holders that neighbours serve, or newcomers that have not answered yet."""
         placement = self._fleet.placement
         return {x for x in self.circle if placement[x] != x or self.is_leaving(x)}
 
     @property
     def is_beginning(self) -> bool:
-        """True if a replica is to be kept of which nothing was heard yet."""
+        """True if a replica is to be kept that has not been reported yet."""
         protection = self._ring.protection
         return any(not protection.is_cut(holder) for holder in protection.bare)
 
     def begin(self) -> None:
-        """Have every R-worker that is present keep its neighbour up to date."""
+        """Begin a replica of every R-worker that is present, at its neighbour."""
         lost = self._fleet.lost
         self._ring.close([holder for holder in self.circle if holder not in lost])
 
@@ -168,7 +166,7 @@ class Failovers:
     def leaving(
         self, found: Mapping[int, Welcome], is_used: Callable[[HolderId], bool]
     ) -> list[HolderId]:
-        """Advance handovers. Return holders that are to leave the neighbours that go on for them,
+        """Advance handovers. Return holders that are to leave the neighbours that serve them,
         since those that have come in their places have caught up.
 
         Args:
@@ -223,7 +221,7 @@ class Failovers:
         return is_ready or holder in self.failing
 
     def lose(self, holder: HolderId, *, is_used: bool) -> bool:
-        """Record the loss of a holder. Return True if another R-worker can go on for it.
+        """Record the loss of a holder. Return True if another R-worker can take over.
 
         Args:
             is_used: True if sequences are on it.
@@ -246,7 +244,7 @@ class Failovers:
         return False
 
     def _has_second_copy(self, holder: HolderId) -> bool:
-        """Return True if any R-worker goes on for a holder that a neighbour went on for, or
+        """Return True if any R-worker has a copy of a holder that a neighbour served, or
         had just handed over."""
         handover = self._handovers.get(holder)
         if handover is not None and handover.asked_s is not None:
@@ -281,13 +279,13 @@ class Failovers:
             self.replacements.greet_again(holder)
 
     def go_on(self, holder: HolderId) -> bool:
-        """Have another R-worker go on for a holder that is lost, or leaves the
-        neighbour that went on for it. Return False if there is none."""
+        """Move a holder that is lost, or leaves the neighbour that served it, to the R-worker that
+        takes over. Return False if there is none."""
         failover = self.failing.get(holder)
         if failover is not None:
             failover.drain_s = self._clock() - failover.noticed_s
         if self._may_go_on(holder) and self.replacements is not None:
-            # The newcomer keeps the holder from then on, and is to be asked at once what it has.
+            # The newcomer keeps the holder now, and is to be asked at once what it has.
             self._handovers[holder].asked_s = self._clock()
             self.replacements.admit(holder)
             self._fleet.revive(holder, has_cache=False)
@@ -299,8 +297,7 @@ class Failovers:
         return True
 
     def _stay(self, holder: HolderId) -> bool:
-        """Have the neighbour go on for a holder, as it may have before. Return False if it is
-        not there."""
+        """Leave a holder at the neighbour, or move it there. Return False if that is lost."""
         if holder in self.adopted:
             self._cancel(holder)
             return not self._fleet.is_lost(holder)
@@ -312,8 +309,7 @@ class Failovers:
         return True
 
     def went_on(self, holder: HolderId, *, is_empty: bool) -> None:
-        """Take in that the R-worker that replaces a holder has said what it has, or that it has
-        nothing."""
+        """Take in that the R-worker that replaces a holder has reported what it has."""
         failover = self.failing.pop(holder, None)
         handover = self._handovers.pop(holder, None)
         if handover is None and not is_empty:

@@ -1,4 +1,4 @@
-"""What a fleet's holders are told, answer and offer before the first step."""
+"""What a fleet's holders receive, answer and offer before the first step."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def greet(
     may take longer than anything that follows.
 
     Args:
-        max_blocks: the most that each is to offer; None: as many as it can.
-        among: greets these; None: all holders.
+        max_blocks: The most that each is to offer.
+        among: Holders to greet. All if None.
 
     Raises:
-        ConfigError: an R-worker hasn't the memory for one KV block, or can't
+        ConfigError: If an R-worker hasn't the memory for one KV block, or can't
             hold such a cache.
     """
     with fleet.pending.within(fleet.pending.deadlines.while_greeting()):
@@ -43,8 +43,8 @@ def greet(
 
 
 def use_tiers(fleet: HolderPool, identity: str, holders: Iterable[HolderId]) -> tuple[int, int]:
-    """Have these open their lower tiers, and later those that come in a lost
-    one's place. Waits until they have; what they have is news (``unasked``).
+    """Open the lower tiers of these, and later of their replacements. Wait until they have;
+    what they have is news.
 
     Returns:
         How many blocks they can have, and how many are there, in all.
@@ -61,10 +61,10 @@ def use_tiers(fleet: HolderPool, identity: str, holders: Iterable[HolderId]) -> 
 
 
 def _welcomed(fleet: HolderPool) -> dict[HolderId, Welcome]:
-    """What is answered to ``Hello``, which all were told.
+    """Return the answers to ``Hello``, which was sent to all.
 
     Raises:
-        ConfigError: see ``greet``.
+        ConfigError: If ``greet`` does.
     """
     welcomes: dict[HolderId, Welcome] = {}
     while fleet.is_owed:
@@ -86,12 +86,12 @@ def offer_for_replicas(
     welcomes: Mapping[HolderId, Welcome],
     keepers: Mapping[HolderId, HolderId],
 ) -> dict[HolderId, Welcome]:
-    """Have every R-worker that is there offer what leaves room for the replicas; see
+    """Ask every R-worker that is present to offer what leaves room for the replicas; see
     ``offer_as_kept`` and ``offer_halves``; on disk replicas have all the room.
     ``keepers``: see ``LinkOptions``.
 
     Raises:
-        ConfigError, WorkerError: as these; or an R-worker has no disk for them.
+        ConfigError, WorkerError: If these do, or if an R-worker has no disk for them.
     """
     if DISK in keepers.values():
         check_disks(fleet, welcomes)
@@ -120,12 +120,12 @@ def offer_as_kept(
     welcomes: Mapping[HolderId, Welcome],
     keepers: Mapping[HolderId, HolderId],
 ) -> dict[HolderId, Welcome]:
-    """Have each holder offer as many KV blocks as its keeper, an R-worker without a holder,
+    """Ask each holder to offer as many KV blocks as its keeper, an R-worker without a holder,
     has room for.
 
     Raises:
-        ConfigError: a keeper hasn't the memory for a replica.
-        WorkerError: a keeper is lost, or does not answer.
+        ConfigError: If a keeper hasn't the memory for a replica.
+        WorkerError: If a keeper is lost, or does not answer.
     """
     members = fleet.members
     rooms = greet(members, hello, among=keepers.values())
@@ -148,7 +148,7 @@ def offer_as_kept(
 def offer_halves(
     fleet: HolderPool, hello: Hello, welcomes: Mapping[HolderId, Welcome]
 ) -> dict[HolderId, Welcome]:
-    """Have every R-worker that is there offer half of its KV blocks; see
+    """Ask every R-worker that is present to offer half of its KV blocks; see
     ``replicate``. One whose cache is resumed has offered half before, and stays."""
     there = sorted(welcomes)
     if len(there) == 1 < len(fleet):

@@ -1,6 +1,6 @@
 """R-workers that take a lost one's place: another process at the same address,
-the same one once it is reached again, or a spare one. Whoever makes connections
-(a hub) knows where they are.
+the same one once it is reached again, or a spare one. A hub, which makes connections,
+knows where they are.
 
 One that comes is greeted, and waits until nothing remembers the lost one
 (``admit``). Or, where a neighbour goes on for that one, it is given the cache
@@ -46,18 +46,17 @@ class Replacements(Protocol):
         come is sure to answer, or to be lost, too."""
 
     def limit(self, num_blocks: Mapping[int, int]) -> None:
-        """From now on those that come in a lost one's place offer so many KV
-        blocks, at most."""
+        """Set the most KV blocks that each replacement may offer."""
 
     def look(self, lost: Collection[int]) -> Mapping[int, Welcome]:
-        """Those of the lost R-workers in whose place another one waits to be let in (``admit``)."""
+        """Return the replacements of lost R-workers that wait to be let in (``admit``)."""
 
     def admit(self, worker: int) -> None:
-        """From now on the hub's connection of that number is the new R-worker's."""
+        """Make the new R-worker's connection the hub's, under that number."""
 
 
 def limited(hello: Hello, most_blocks: Mapping[int, int], worker: int) -> Hello:
-    """A greeting of an R-worker that offers so many KV blocks at most."""
+    """Return a greeting that limits the KV blocks an R-worker offers."""
     return structs.replace(hello, max_blocks=most_blocks.get(worker, hello.max_blocks))
 
 
@@ -66,7 +65,7 @@ class NewConnection(RConnection, Protocol):
 
     @property
     def is_reached(self) -> bool:
-        """Whether the other end has been heard of."""
+        """True if the other end has sent anything."""
 
 
 class Places(Protocol):
@@ -76,10 +75,10 @@ class Places(Protocol):
     def connections(self) -> Sequence[RConnection]: ...
 
     def reconnect(self, index: int) -> NewConnection:
-        """To whoever may come in the place of a connection.
+        """Connect to the replacement of a connection that may come.
 
         Raises:
-            FastDecodeError: there is nobody now.
+            FastDecodeError: If none can be reached now.
         """
 
     def replace(self, index: int, connection: Any) -> None:
@@ -94,7 +93,7 @@ class _Candidate:
     is_greeted: bool = False
     welcome: Welcome | None = None
     makes_way: bool = False
-    """It was told to give up its empty cache for the one that it is sent."""
+    """True if it is to give up its empty cache for the one that it is sent."""
     has_made_way: bool = False
 
     @property
@@ -103,7 +102,7 @@ class _Candidate:
         return self.welcome is None or self.makes_way > self.has_made_way
 
     def take(self, answer: FromRWorker, hello: Hello) -> None:
-        """It has said something, to ``hello`` if it was greeted.
+        """Take in a message, the answer to ``hello`` if it was greeted.
 
         Raises:
             ProtocolError: If that was not asked for, or is impossible.
@@ -119,7 +118,7 @@ class _Candidate:
     def check_patience(self, deadlines: Deadlines) -> None:
         """
         Raises:
-            WorkerError: it has been greeted, and doesn't answer, or gives no sign
+            WorkerError: If it has been greeted, and doesn't answer, or gives no sign
                 of life any more.
         """
         end_s, reason = deadlines.end(self.since_s, self.connection.heard_s)
@@ -138,7 +137,7 @@ class _Pauses:
         self._lengths_s: dict[int, float] = {}
 
     def admitted(self, worker: int) -> None:
-        """One was let in."""
+        """Note that one was let in."""
         self._admitted_s[worker] = self._clock()
 
     def is_over(self, worker: int) -> bool:
@@ -154,13 +153,12 @@ class _Pauses:
         return now >= self._until_s.get(worker, -math.inf)
 
     def begin(self, worker: int) -> None:
-        """Nobody could come."""
+        """Pause, since none could come."""
         self._until_s[worker] = self._clock() + RETRY_S
 
 
 class HubReplacements:
-    """Connects again to whoever may come; see
-    ``Replacements``.
+    """Connects again to replacements that may come; see ``Replacements``.
 
     Args:
         deadlines: how long to go on when all are lost; and how long one that is
@@ -196,7 +194,7 @@ class HubReplacements:
         self._shards = shards or {}
 
     def look(self, lost: Iterable[int]) -> dict[int, Welcome]:
-        """Those of the lost R-workers in whose place another one waits to be let in (``admit``)."""
+        """Return the replacements of lost R-workers that wait to be let in (``admit``)."""
         for deadlines in (self._greeting, self._waiting):
             deadlines.begin_look()
         for worker in lost:
@@ -215,7 +213,7 @@ class HubReplacements:
         return any(x.is_greeted and x.welcome is None for x in self._candidates.values())
 
     def admit(self, worker: int) -> None:
-        """From now on the hub's connection of that number is the new R-worker's."""
+        """Make the new R-worker's connection the hub's, under that number."""
         self._pauses.admitted(worker)
         self._hub.replace(worker, self._candidates.pop(worker).connection)
 

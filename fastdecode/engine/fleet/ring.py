@@ -39,7 +39,7 @@ MOST_LAG: Final = 1000  # steps; a replica that is further behind counts as that
 
 
 class _Replica(Enum):
-    """Of a holder."""
+    """State of a holder's replica."""
 
     NEW = "new"
     """To be kept; its keeper has reported nothing yet."""
@@ -51,21 +51,21 @@ class _Replica(Enum):
 
 
 class Protection:
-    """Of holders' replicas."""
+    """Which holders' replicas are usable, and how far they lag."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._states: dict[HolderId, _Replica] = {}
         self._unprotected_since_s: float | None = None
         self.unprotected_s = 0.0
-        """In which some R-worker had no replica, up to the last ``count``."""
+        """Time in which some R-worker had no replica, up to the last ``count``."""
         self.lags: Counter[int] = Counter()
         """Steps that had begun since the one that a neighbour has, at most
         ``MOST_LAG``: how often it was said."""
 
     @property
     def bare(self) -> set[HolderId]:
-        """Those that have no replica that could be gone on with."""
+        """Holders without a replica that could take over."""
         kept = _Replica.KEPT, _Replica.CAUGHT_UP
         return {holder for holder, state in self._states.items() if state not in kept}
 
@@ -75,7 +75,7 @@ class Protection:
         return set(self._states)
 
     def begin(self, holder: HolderId) -> None:
-        """A new replica is to be kept, of which nothing was heard yet."""
+        """Track a new replica, without a report yet."""
         self._states[holder] = _Replica.NEW
 
     def end(self, holder: HolderId) -> None:
@@ -118,7 +118,7 @@ DISK: Final = HolderId(-1)
 
 @dataclass(frozen=True)
 class LinkOptions:
-    """Of all links."""
+    """Options that all replication links share."""
 
     addresses: Sequence[str] | Mapping[HolderId, str]
     """What R-workers call each other, by their holders; of a replacement, its own."""
@@ -145,7 +145,7 @@ class LinkOptions:
 
 
 class Ring:
-    """Of a fleet's holders, each an R-worker. The next of each keeps its replica."""
+    """A ring of holders, each an R-worker. The next of each keeps its replica."""
 
     def __init__(
         self, fleet: WorkerPool, options: LinkOptions, clock: Clock, deadlines: Deadlines
@@ -198,7 +198,7 @@ class Ring:
         return self._keepers == self._pairs(members) and self.protection.members == set(members)
 
     def close(self, members: Sequence[HolderId]) -> None:
-        """From now on these are the ring."""
+        """Make these the ring."""
         before, self._keepers = self._keepers, self._pairs(members)
         if not self._keepers:
             logger.warning("no replicas: all R-workers but one are lost")
@@ -309,12 +309,12 @@ class Ring:
         self.protection.count()
 
     def _begin(self, holder: HolderId, keeper: str) -> None:
-        """Begin a link of the holder's to a new keeper, of which nothing was heard yet."""
+        """Begin a link of the holder's to a new keeper, without a report yet."""
         self.protection.begin(holder)
         self._tell(holder, keeper)
 
     def _tell(self, holder: HolderId, keeper: str) -> None:
-        """Have a holder replicate to the R-worker at ``keeper`` over a new link. Empty to stop
+        """Ask a holder to replicate to the R-worker at ``keeper`` over a new link. Empty to stop
         replicating."""
         self._links[holder] += 1
         options = self.options
@@ -322,7 +322,7 @@ class Ring:
         self._fleet.send(holder, Replicate(keeper, options.num_bytes, number, timeout_s))
 
     def _drop(self, holder: HolderId, keeper: HolderId) -> None:
-        """Have a cache dropped."""
+        """Drop a cache at its keeper."""
         if keeper not in self._fleet.gone:
             self._dropping[holder, keeper] = self._deadlines.clock()
             link = self._links[holder] if self.options.are_in_files else 0

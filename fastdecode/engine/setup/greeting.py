@@ -1,4 +1,4 @@
-"""What holders are told before the first step: how they are greeted, and their replicas and lower
+"""What holders receive before the first step: how they are greeted, and their replicas and lower
 tiers, as these were configured."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def make_hello(
 def make_replicas(
     fleet: HolderPool, hello: Hello, welcomes: Welcomes, workers: Reached, config: EngineConfig
 ) -> tuple[dict[HolderId, Welcome], Replicas]:
-    """Have every holder offer what leaves room for the replicas. With R-workers, a cache
+    """Ask every holder to offer what leaves room for the replicas. With R-workers, a cache
     on the device has none.
 
     Raises:
@@ -128,7 +128,7 @@ def _options(
     keepers: Mapping[HolderId, HolderId],
 ) -> LinkOptions:
     timeout_s = config.cluster.worker_timeout_s
-    # A device that failed before its replica is there leaves nobody who could recompute.
+    # After the loss of a device without a replica no holder is left that could recompute.
     on_host = keepers and DISK not in keepers.values()
     begin_s = max(timeout_s, GREETING_TIMEOUT_S) if on_host else 0.0
     return LinkOptions(addresses, LINK_BYTES, timeout_s, session, keepers, begin_s)
@@ -141,7 +141,7 @@ def open_tiers(
     resolved: ResolvedConfig,
     checkpoint: Checkpoint,
 ) -> None:
-    """Have holders open what they keep beside their caches, for this very model: memory of this
+    """Open what holders keep beside their caches, for this very model: memory of this
     process, which need not know of weights, or a disk.
 
     Raises:

@@ -43,12 +43,12 @@ if TYPE_CHECKING:
     from fastdecode.engine.setup.resolve import ResolvedConfig
 
 _PROMPT_ROWS = 64
-"""Of a short prompt, in a step that decodes: a longer one computes for longer than
+"""Rows of a short prompt, in a step that decodes: a longer one computes for longer than
 its launches take."""
 LAYER_KERNELS = 11  # of a layer with its attention, at most, where kernels are fused
 _GRAPHS_SHARE = 32  # CUDA graphs may take one part in 32 of the device's memory
 _CLOSED_BYTES = MAX_BODY_BYTES // (2 * MAX_AUTO_LANES)
-"""Of a layer's queries that go to closed parts of split sequences: of a lane's
+"""Bytes of a layer's queries that go to closed parts of split sequences: of a lane's
 prompts, and as many of all decoding sequences. So they fit into one message
 even where lanes have become one whose prompts were booked apart."""
 
@@ -78,9 +78,9 @@ class Steps:
     """K and V of a token of a prompt that the S-worker attends and R-workers
     hold; 0: they attend prompts, or the device can't hold their dtype."""
     num_stages_here: int = 1
-    """That share the memory of this one's device."""
+    """Stages that share the memory of this one's device."""
     num_stages_on_host: int = 1
-    """That share this host's memory."""
+    """Stages that share this host's memory."""
     kv_token_bytes: int = 0
     """K and V of a token that this S-worker's device keeps."""
     usual_lanes: int = 1
@@ -92,7 +92,7 @@ class Steps:
         """As many lanes as may be of use and there is memory for.
 
         Raises:
-            ConfigError: there isn't even enough for the fewest.
+            ConfigError: If there isn't even enough for the fewest.
         """
         refusal: ConfigError | None = None
         for lanes in self._choices(may_overlap):
@@ -217,7 +217,7 @@ def lane_graphs(config: EngineConfig, num_layers: int, num_lanes: int) -> tuple[
 
 
 def _batching(config: EngineConfig, num_lanes: int, *, on_gpu: bool) -> Batching:
-    """With a schedule, a chunk, and so many lanes."""
+    """Return the options with a schedule, a chunk, and ``num_lanes``."""
     asked, s_part = config.batching, config.s_part
     schedule = asked.schedule
     if schedule == "auto":
@@ -247,7 +247,7 @@ def schedule_for(
 ) -> ContinuousScheduler:
     """
     Args:
-        blocks: KV blocks of each of ``holders``; 0: it is lost.
+        blocks: KV blocks of each of ``holders``, 0 of a lost one.
         is_instance: others fetch its prompts.
     """
     block_size = resolved.config.r_part.block_size
@@ -269,7 +269,7 @@ def schedule_for(
 
 
 def _window(resolved: ResolvedConfig, spec: ModelSpec, *, is_instance: bool) -> int | None:
-    """Tokens that the layer with the widest view sees; None: all, or other stages or
+    """Return tokens that the layer with the widest view sees. None if all, or other stages or
     instances read sequences, which are whole for that."""
     is_whole = is_instance or len(resolved.layers) > 1
     return None if is_whole else longest_window(spec.attention)
@@ -277,7 +277,7 @@ def _window(resolved: ResolvedConfig, spec: ModelSpec, *, is_instance: bool) -> 
 
 def measured_times(resolved: ResolvedConfig) -> MeasuredTimes | None:
     """Times of steps, for what depends on them: the number of lanes, the policy, or the
-    place of KV; None: nothing does, and steps aren't timed for it."""
+    place of KV. None if nothing does, and steps aren't timed for it."""
     is_greedy = resolved.schedule.batching.schedule == "greedy"
     is_hybrid = resolved.config.r_part.kv_placement == "hybrid"
     adapts = resolved.lanes.fewest < resolved.lanes.most
@@ -285,7 +285,7 @@ def measured_times(resolved: ResolvedConfig) -> MeasuredTimes | None:
 
 
 def lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl | None:
-    """What decides how many lanes there are; None: the user has."""
+    """Return what decides how many lanes there are. None if the user has."""
     if resolved.lanes.fewest == resolved.lanes.most:
         return None
     num_lanes, num_stages = resolved.schedule.num_lanes, len(resolved.layers)
@@ -293,7 +293,7 @@ def lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl 
 
 
 def _hybrid_options(resolved: ResolvedConfig, holders: Seq[Holder]) -> HybridOptions | None:
-    """Of KV on both sides: the device is the last of the holders."""
+    """Return the options of KV on both sides: the device is the last of the holders."""
     if resolved.config.r_part.kv_placement != "hybrid":
         return None
     device = HolderId(len(holders) - 1)

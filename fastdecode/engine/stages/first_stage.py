@@ -161,7 +161,7 @@ class ColumnReplacements:
 
     @property
     def timeout_s(self) -> float:
-        """See ``Replacements``; 0: each lost column lacks a member that has no replacement."""
+        """See ``Replacements``. It is 0 if each lost column lacks a member without a replacement."""
         groups = (self._fleet.groups[holder] for holder in self._fleet.lost)
         return 0.0 if all(map(self._is_vacant, groups)) else self._timeout_s
 
@@ -199,7 +199,7 @@ class ColumnReplacements:
         return not all(may_come)
 
     def _let_in(self, group: CacheGroup) -> bool:
-        """Whether each lost member of a column has been replaced: from now on its
+        """Return True if each lost member of a column has been replaced: its
         replacement is the member."""
         members = self._fleet.of_stages
         here = [x for x in group.shards if members.is_here(x) and members.is_lost(x)]
