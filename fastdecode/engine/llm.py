@@ -61,11 +61,12 @@ from fastdecode.core.vllm_names import (
     refuse_arguments,
 )
 from fastdecode.engine.checker import RequestChecker
+from fastdecode.engine.facts import facts_of
 from fastdecode.engine.instances.opening import make_service
 from fastdecode.engine.rank_roles import serve_other_rank
 from fastdecode.engine.request_stream import Arriving, RequestStreams
 from fastdecode.engine.service import EngineService, Snapshot
-from fastdecode.engine.stats import EngineStats, facts_of
+from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.chat_format import ChatFormat
 from fastdecode.text.chat_template import ChatTemplate

@@ -1,5 +1,5 @@
-"""What an engine has done since it started, how it is, and what is known of it once it is ready:
-values only, which other threads and processes may read."""
+"""What an engine has done since it started, and how it is: values only, which other threads and
+processes may read."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId
-from fastdecode.core.model.identity import Identity
 from fastdecode.engine.fleet.failovers import ReplicaFigures
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.schedule.cache.rates import TierCounts
@@ -23,8 +20,6 @@ from fastdecode.schedule.life.sequences import SequenceCounts
 from fastdecode.wire.transport import loss
 
 if TYPE_CHECKING:
-    from fastdecode.engine.instances.cluster import RunningCluster
-    from fastdecode.engine.setup.launch import RunningEngine
     from sworker.swap.figures import SwapFigures  # would bring torch to who controls instances
 
 LOWEST_S = 1e-6
@@ -251,50 +246,3 @@ def figures_of(
         busy_s = stats.r_busy_each_s[holder]
         holders.append(HolderFigures(name, why, num_blocks, used, loads[holder], busy_s))
     return EngineFigures(len(scheduler.lanes), tuple(holders))
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is known of an LLM once it is ready."""
-
-    num_r_workers: int
-    """R-workers that it began with, in all stages; 0: KV is on the S-worker's device."""
-    r_threads: int  # CPU threads of each R-worker; where they differ, the most that one has
-    num_kv_blocks: int  # KV blocks of all R-workers together
-    dtype: DType  # of weights and activations
-    kv_dtype: DType  # of the KV cache
-    kv_placement: str  # where it is: r, gpu or hybrid
-    max_model_len: int  # most tokens of prompt and completion together
-    vocab_size: int  # token ids are below it
-    load_s: float  # seconds that loading the model and starting the R-workers took
-    stage_layers: tuple[int, ...] = ()  # of each pipeline stage
-
-
-def facts_of(config: EngineConfig, running: RunningCluster | RunningEngine) -> Facts:
-    """Return the facts of what runs by ``config``."""
-    identity: Identity
-    layers: tuple[int, ...] = ()
-    if config.instances.instances:
-        cluster = cast("RunningCluster", running)
-        identity, kv_placement = cluster.identity, config.r_part.kv_placement
-        decoding = [x for x in cluster.welcomes if x.role.decodes] or list(cluster.welcomes)
-        num_kv_blocks = sum(x.num_tokens // x.block_size for x in decoding)
-        kv_placement = "r" if kv_placement == "auto" else kv_placement
-    else:
-        engine = cast("RunningEngine", running)
-        identity = engine.resolved.identity
-        kv_placement = engine.resolved.config.r_part.kv_placement
-        num_kv_blocks = sum(welcome.num_blocks for welcome in engine.welcomes)
-        layers = tuple(map(len, engine.resolved.layers))
-    return Facts(
-        num_r_workers=running.num_r_workers,
-        r_threads=max(welcome.num_threads for welcome in running.welcomes),
-        num_kv_blocks=num_kv_blocks,
-        dtype=identity.dtype,
-        kv_dtype=identity.kv_dtype,
-        kv_placement=kv_placement,
-        max_model_len=identity.max_model_len,
-        vocab_size=running.spec.vocab_size,
-        load_s=running.load_s,
-        stage_layers=layers,
-    )

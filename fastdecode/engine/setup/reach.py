@@ -16,6 +16,7 @@ from fastdecode.core.host.machine import default_kv_bytes, free_memory_bytes
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.groups import HolderPool
+from fastdecode.engine.fleet.pool import RHub
 from fastdecode.engine.setup.resolve import ResolvedConfig, kept_by_rank, kv_spec, stages_are_ranks
 from fastdecode.engine.setup.workers import (
     REACH_TIMEOUT_S,
@@ -240,7 +241,7 @@ def reach_device(
             if swap is not None:
                 swap.close()
 
-    own = SoleHub(workers[0]) if len(workers) == 1 else HubBehind(workers)
+    own: RHub = SoleHub(workers[0]) if len(workers) == 1 else HubBehind(workers)
     places = range(len(workers) if keepers is not None else 0)
     return Reached(
         own if keepers is None else HubBehind(workers, hub),

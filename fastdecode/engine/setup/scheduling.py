@@ -62,6 +62,10 @@ class LaneLimits(NamedTuple):
     fewest: int
     most: int
 
+    @property
+    def adapt(self) -> bool:
+        return self.fewest < self.most
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -280,13 +284,12 @@ def measured_times(resolved: ResolvedConfig) -> MeasuredTimes | None:
     place of KV. None if nothing does, and steps aren't timed for it."""
     is_greedy = resolved.schedule.batching.schedule == "greedy"
     is_hybrid = resolved.config.r_part.kv_placement == "hybrid"
-    adapts = resolved.lanes.fewest < resolved.lanes.most
-    return MeasuredTimes() if adapts or is_hybrid or not is_greedy else None
+    return MeasuredTimes() if resolved.lanes.adapt or is_hybrid or not is_greedy else None
 
 
 def lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl | None:
     """Return what decides how many lanes there are. None if the user has."""
-    if resolved.lanes.fewest == resolved.lanes.most:
+    if not resolved.lanes.adapt:
         return None
     num_lanes, num_stages = resolved.schedule.num_lanes, len(resolved.layers)
     return LaneControl(times, num_lanes, most=resolved.lanes.most, num_stages=num_stages)

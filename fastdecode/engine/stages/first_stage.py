@@ -161,7 +161,7 @@ class ColumnReplacements:
 
     @property
     def timeout_s(self) -> float:
-        """See ``Replacements``. It is 0 if each lost column lacks a member without a replacement."""
+        """See ``Replacements``. It is 0 if each lost column lacks a member that none replaces."""
         groups = (self._fleet.groups[holder] for holder in self._fleet.lost)
         return 0.0 if all(map(self._is_vacant, groups)) else self._timeout_s
 
