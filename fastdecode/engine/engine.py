@@ -1,21 +1,18 @@
-"""The engine: requests in, one step of a lane at a time, tokens out to each
-request's listener.
+"""The engine: requests in, one step of a lane at a time, tokens out to each request's listener.
 
-A request's life: ``submit`` → waiting → room opened on its holders
-(``OpenSequence`` or ``ForkSequence``) → its prompt run in one or more chunks →
-one token drawn a step → finished, its blocks freed (``CloseSequence``).
+A request's life: ``submit`` → waiting → room opened on its holders (``OpenSequence`` or
+``ForkSequence``) → its prompt run in one or more chunks → one token drawn a step → finished,
+its blocks freed (``CloseSequence``).
 
-One turn of the loop: take events (from R-workers and extensions) → apply them to
-the state of sequences (``fastdecode.schedule.life.lifecycle``) → carry out its
-instructions (send them, or have the extension do that handles them) → launch idle
-lanes → run the pipeline until a lane's step is over. The loop names no feature
-(``fastdecode.engine.extensions``), and doesn't know how a step is scheduled, what
-a layer computes, or where an R-worker runs.
+One turn of the loop: take events (from R-workers and extensions) → apply them to the state of
+sequences (``fastdecode.schedule.life.lifecycle``) → carry out its instructions (send them, or
+have the extension do that handles them) → launch idle lanes → run the pipeline until a lane's
+step is over. The loop names no feature (``fastdecode.engine.extensions``), and doesn't know how a
+step is scheduled, what a layer computes, or where an R-worker runs.
 
-When an R-worker is lost, its sequences start again elsewhere, and what was
-cached is recomputed from their tokens, prompt and generated alike. Since a
-token depends on the sequence alone, the text goes on as if nothing had
-happened.
+When an R-worker is lost, its sequences start again elsewhere, and what was cached is recomputed
+from their tokens, prompt and generated alike. Since a token depends on the sequence alone, the
+text goes on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -149,14 +146,12 @@ class Engine:
         self._lifecycle.scheduler.set_whole_prompts(role is InstanceRole.PREFILL)
 
     def submit(self, request: Request, listener: Listener | None = None) -> None:
-        """Queue a valid request. ``listener`` gets its tokens, and its error if
-        a step ends it with one.
+        """Queue a valid request. ``listener`` gets its tokens, and its error if a step ends it
+        with one.
 
         Raises:
-            RequestError: an unfinished request has the same id, or its text
-                can't be made.
-            CapacityError: the request could never fit on any R-worker; nothing
-                was queued.
+            RequestError: an unfinished request has the same id, or its text can't be made.
+            CapacityError: the request could never fit on any R-worker; nothing was queued.
             FastDecodeError: the engine broke down before, with this error.
         """
         if self.broken is not None:
@@ -176,9 +171,8 @@ class Engine:
         self._apply(events.Ended(tuple(token_ids), salt))
 
     def cancel(self, request_id: str) -> bool:
-        """Forget an unfinished request; False if there is none of this id. What
-        it holds is free as soon as the step in flight is over, at the
-        latest."""
+        """Forget an unfinished request; False if there is none of this id. What it holds is
+        free as soon as the step in flight is over, at the latest."""
         if request_id not in self.requests:
             return False
         self.requests.forget(request_id)
@@ -195,9 +189,8 @@ class Engine:
         return waiting
 
     def abandon(self, error: FastDecodeError) -> None:
-        """A step broke down: end every unfinished request with this error. The
-        engine takes no requests from then on, since what its R-workers hold is
-        unknown."""
+        """A step broke down: end every unfinished request with this error. The engine takes no
+        requests from then on, since what its R-workers hold is unknown."""
         self.broken = without_frames(error)
         self.requests.fail_all(error)
 
@@ -421,8 +414,7 @@ class Engine:
         self._apply(events.StepDone(step.lane, (), sequences))
 
     def _take_in(self, lane: int) -> None:
-        """Take in the tokens of a lane's step that is over; wait for them, if
-        they aren't here."""
+        """Take in the tokens of a lane's step that is over; wait for them, if they aren't here."""
         tokens, began_s = self._coming.pop(lane), time.perf_counter()
         drawn = self._samples.accept(tokens)
         self._apply(events.Came(drawn))

@@ -19,8 +19,7 @@ from fastdecode.engine.service import EngineService
 T = TypeVar("T")
 Arriving: TypeAlias = PromptRequest | Turn
 MOST_WAITING = 1 << 14
-"""Turns that wait for another one of their conversation; then no request is
-asked for."""
+"""Turns that wait for another one of their conversation; then no request is asked for."""
 TICK_S = 0.2  # between two calls of ``on_tick`` while no token comes
 
 
@@ -28,10 +27,9 @@ class RequestStream:
     """One reading of deltas, from its first request to its last.
 
     Args:
-        most_sequences: so many are in the engine, waiting ones among them,
-            before another request is asked for.
-        every_step: read of every step; or of each sequence only once it is
-            over.
+        most_sequences: so many are in the engine, waiting ones among them, before another request
+            is asked for.
+        every_step: read of every step; or of each sequence only once it is over.
     """
 
     def __init__(

@@ -220,8 +220,7 @@ class Requests:
     """All that an engine has not finished yet.
 
     Args:
-        eos_token_ids: any of them ends a sequence, unless the request ignores
-            EOS.
+        eos_token_ids: any of them ends a sequence, unless the request ignores EOS.
     """
 
     def __init__(

@@ -1,16 +1,14 @@
-"""One way into an engine: requests in from any thread, deltas out, and one
-thread that owns the engine.
+"""One way into an engine: requests in from any thread, deltas out, and one thread that owns the
+engine.
 
-That thread makes the engine, steps it while there is work, and sleeps while
-there is none. What others want is put into its inbox, and looked at between two
-steps. So an interrupt (Ctrl-C) of a thread that waits for an answer never comes
-in the middle of a step: the engine stays usable.
+That thread makes the engine, steps it while there is work, and sleeps while there is none. What
+others want is put into its inbox, and looked at between two steps. So an interrupt (Ctrl-C) of a
+thread that waits for an answer never comes in the middle of a step: the engine stays usable.
 
-The engine is made by the thread that steps it, since OpenMP's threads and
-CUDA's current device belong to the thread that calls. Where only one certain
-thread may do what a step does (an MPI library that doesn't let threads take
-turns), the service has no thread of its own: the one that waits for deltas runs
-the steps meanwhile, and an interrupt is kept until the step is over.
+The engine is made by the thread that steps it, since OpenMP's threads and CUDA's current device
+belong to the thread that calls. Where only one certain thread may do what a step does (an MPI
+library that doesn't let threads take turns), the service has no thread of its own: the one that
+waits for deltas runs the steps meanwhile, and an interrupt is kept until the step is over.
 """
 
 from __future__ import annotations
@@ -197,16 +195,14 @@ class EngineService(Generic[T]):
         return self.served
 
     def submit(self, requests: Iterable[Request], reader: DeltaQueue) -> None:
-        """Queue requests, whose ids are unique among the open ones; work on
-        them begins at once.
+        """Queue requests, whose ids are unique among the open ones; work on them begins at once.
 
-        Every request comes to one last delta for each of its sequences, or to
-        one error: a CapacityError if it could never fit, a RequestError if its
-        id is in use.
+        Every request comes to one last delta for each of its sequences, or to one error: a
+        CapacityError if it could never fit, a RequestError if its id is in use.
 
         Raises:
-            FastDecodeError: If the engine is broken (why), closed, draining or
-                another process's; nothing was queued.
+            FastDecodeError: If the engine is broken (why), closed, draining or another process's;
+                nothing was queued.
         """
         self._check_usable()
         if self._in_callers_thread is not None:
@@ -214,9 +210,8 @@ class EngineService(Generic[T]):
         self._put(partial(self._accept, list(requests), reader))
 
     def cancel(self, request_id: str) -> None:
-        """End a request with the error ``cancelled``; what it holds is free
-        when the step in flight is over. Ids of requests that are over, or of
-        none, are no error."""
+        """End a request with the error ``cancelled``; what it holds is free when the step in
+        flight is over. Ids of requests that are over, or of none, are no error."""
         self._put(partial(self._cancel, request_id))
 
     def cancel_waiting(self, reader: DeltaQueue) -> None:
@@ -228,9 +223,8 @@ class EngineService(Generic[T]):
         self._put(partial(self._cancel_all, reader, error))
 
     def forgetting(self, reader: DeltaQueue) -> Callable[[], None]:
-        """A call that ends all requests of a reader, without a word. It is one
-        call in C, so an interrupt comes before or after it; it may be made
-        twice."""
+        """A call that ends all requests of a reader, without a word. It is one call in C, so an
+        interrupt comes before or after it; it may be made twice."""
         return partial(self._inbox.put, partial(self._forget_all, reader))
 
     def take(self, reader: DeltaQueue, timeout_s: float | None = None) -> list[Delta]:
@@ -268,12 +262,11 @@ class EngineService(Generic[T]):
         raise_if(done.get())
 
     def look(self, at: Callable[[T], None] = lambda served: None) -> None:
-        """Have the engine find out how its R-workers are, if it has no work:
-        otherwise it does so anyway. Then have ``at`` look at it, between two
-        steps, unless it is broken or closed. Doesn't wait. If no R-worker is
-        left, or ``at`` raises a FastDecodeError, it is broken afterwards; any
-        other exception of ``at`` is logged. May be called while the engine is
-        being made, by what it has started already."""
+        """Have the engine find out how its R-workers are, if it has no work: otherwise it does
+        so anyway. Then have ``at`` look at it, between two steps, unless it is broken or
+        closed. Doesn't wait. If no R-worker is left, or ``at`` raises a FastDecodeError, it is
+        broken afterwards; any other exception of ``at`` is logged. May be called while the
+        engine is being made, by what it has started already."""
         self._put(partial(self._look, at))
 
     def snapshot(self) -> Snapshot:
@@ -312,9 +305,8 @@ class EngineService(Generic[T]):
             self._inbox.put(partial(setattr, self, "_is_closing", True))
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Close the engine; requests that are open end with an error. Safe to
-        call twice. A thread that doesn't end in time is left to the end of the process,
-        with a warning.
+        """Close the engine; requests that are open end with an error. Safe to call twice. A thread
+        that doesn't end in time is left to the end of the process, with a warning.
 
         Raises:
             WorkerError: If an R-worker that wasn't lost did not stop in time.

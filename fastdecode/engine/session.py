@@ -28,11 +28,10 @@ Counts: TypeAlias = "dict[HolderId, dict[PartId, int]]"
 
 
 def attach(fleet: HolderPool, cache: PrefixCache, session: Session) -> AttachedCounts:
-    """Ask R-workers what they hold of a resumed session's sequences, keep that
-    as blocks, and continue the session.
+    """Ask R-workers what they hold of a resumed session's sequences, keep that as blocks, and
+    continue the session.
 
-    Every R-worker is asked, even about nothing: whatever else it has of the
-    session is closed.
+    Every R-worker is asked, even about nothing: whatever else it has of the session is closed.
     """
     wanted: Counts = {holder: {} for holder in fleet.holders if holder not in fleet.lost}
     for one in session.held:
@@ -104,8 +103,7 @@ class Recorder(Extension):
         self._opened.add(instruction.part.part_id)
 
     def ran(self, chunks: Seq[Chunk]) -> None:
-        """Record where sequences are that ran for the first time since their
-        parts were opened."""
+        """Record where sequences are that ran for the first time since their parts were opened."""
         for chunk in chunks if self._opened else ():
             part_id = first_part(chunk.sequence)
             # What one with a gap has cached isn't its first tokens.

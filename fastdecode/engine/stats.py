@@ -134,8 +134,7 @@ class EngineStats(SequenceCounts):
     tiers: TierCounts = field(default_factory=TierCounts)
     """Kept blocks that were moved between tiers."""
     swap: SwapFigures | None = None
-    """What was copied of lanes' KV, in the first stage; None: nothing is
-    swapped."""
+    """What was copied of lanes' KV, in the first stage; None: nothing is swapped."""
     num_handed_over: int = 0
     """With several instances: requests whose prompts were fetched by another one."""
     num_failed_fetches: int = 0

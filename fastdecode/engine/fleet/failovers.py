@@ -30,8 +30,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
-"""After a copy that came to nothing, though both R-workers live; twice as long
-every time."""
+"""After a copy that came to nothing, though both R-workers live; twice as long every time."""
 
 
 @dataclass

@@ -22,17 +22,16 @@ def greet(
     *,
     among: Iterable[HolderId] | None = None,
 ) -> dict[HolderId, Welcome]:
-    """Say Hello to every holder's R-worker and collect the answers of those
-    that are there. An R-worker compiles its kernels before it answers, so this
-    may take longer than anything that follows.
+    """Say Hello to every holder's R-worker and collect the answers of those that are there. An
+    R-worker compiles its kernels before it answers, so this may take longer than anything that
+    follows.
 
     Args:
         max_blocks: The most that each is to offer.
         among: Holders to greet. All if None.
 
     Raises:
-        ConfigError: If an R-worker hasn't the memory for one KV block, or can't
-            hold such a cache.
+        ConfigError: If an R-worker hasn't the memory for one KV block, or can't hold such a cache.
     """
     with fleet.pending.within(fleet.pending.deadlines.while_greeting()):
         for holder in fleet.holders if among is None else among:

@@ -1,15 +1,14 @@
 """Cache groups: holders that several R-workers keep together.
 
-The engine talks to **holders**. A holder whose cache one R-worker keeps is what
-``WorkerPool`` calls one. A ``CacheGroup`` is a holder of several **members**, each
-with a ``Shard`` of the cache: some layers, or some heads. Every member of a group
-is a holder of a ``WorkerPool``, which sends, receives, and notices losses.
+The engine talks to **holders**. A holder whose cache one R-worker keeps is what ``WorkerPool``
+calls one. A ``CacheGroup`` is a holder of several **members**, each with a ``Shard`` of the cache:
+some layers, or some heads. Every member of a group is a holder of a ``WorkerPool``, which sends,
+receives, and notices losses.
 
-A group does two things. It cuts a message into the members' parts
-(``message.part``), and it joins their answers (``message.join``) once all that
-were asked have answered. Where one refuses, the others undo what they accepted.
-A group is lost when one of its members is: what comes next is decided by
-replacements, by ``fastdecode.engine.fleet.resharing`` or by replicas.
+A group does two things. It cuts a message into the members' parts (``message.part``), and it joins
+their answers (``message.join``) once all that were asked have answered. Where one refuses, the
+others undo what they accepted. A group is lost when one of its members is: what comes next is
+decided by replacements, by ``fastdecode.engine.fleet.resharing`` or by replicas.
 """
 
 from __future__ import annotations
@@ -219,8 +218,7 @@ class CacheGroup:
         return next((gone[placement[x]] for x in self.shards if placement[x] in gone), None)
 
     def send(self, message: ToRWorker) -> None:
-        """Send each member that it concerns its part, or nothing where one of these
-        is lost."""
+        """Send each member that it concerns its part, or nothing where one of these is lost."""
         pool = self._pool
         everywhere = message.in_every_stage or (isinstance(message, Hello) and self.greets_all)
         due = self._members if everywhere else self._here

@@ -1,6 +1,5 @@
-"""What workers owe: answers to what they were asked, and reports on transfers that
-they work at in the background (blocks that move between tiers, prompts that are
-fetched); and until when."""
+"""What workers owe: answers to what they were asked, and reports on transfers that they work at
+in the background (blocks that move between tiers, prompts that are fetched); and until when."""
 
 from __future__ import annotations
 
@@ -116,12 +115,10 @@ class _Due:
 
 
 class PendingReplies:
-    """What each peer owes, by its index. A peer answers in the order in which it was
-    asked.
+    """What each peer owes, by its index. A peer answers in the order in which it was asked.
 
     Args:
-        deadlines: How long a peer may take, and be silent. They may be replaced
-            at any time.
+        deadlines: How long a peer may take, and be silent. They may be replaced at any time.
         heard_s: Tells when a peer last gave a sign of life. None: it gives none.
     """
 

@@ -1,11 +1,10 @@
-"""The R-workers of an engine: which holder each keeps, what each was asked and
-answers, and which of them are lost.
+"""The R-workers of an engine: which holder each keeps, what each was asked and answers, and which
+of them are lost.
 
-The engine talks to **holders**, which are caches. The pool knows the **worker**
-that keeps each: a process at the end of one connection, by that connection's
-index. At first worker number i keeps holder number i; it may take over others'
-(``Placement``). A worker answers in the order in which it was asked. It is
-**lost**, with all its holders, when its connection breaks, when it says
+The engine talks to **holders**, which are caches. The pool knows the **worker** that keeps each: a
+process at the end of one connection, by that connection's index. At first worker number i keeps
+holder number i; it may take over others' (``Placement``). A worker answers in the order in which
+it was asked. It is **lost**, with all its holders, when its connection breaks, when it says
 ``Failed``, when an answer is overdue, or isn't one that it owes.
 """
 
@@ -64,8 +63,7 @@ class Placement:
         return self._worker_of.get(HolderId(holder)) == index
 
     def kept_once(self, index: int, holder: int) -> bool:
-        """Whether the worker kept the holder, and does no more: it may not know
-        that yet."""
+        """Whether the worker kept the holder, and does no more: it may not know that yet."""
         return (index, holder) in self._former
 
     def move(self, holder: HolderId, to: HolderId) -> None:
@@ -90,20 +88,17 @@ class Placement:
 class WorkerPool:
     """Sends to holders, receives their answers, and notices the dead and the silent.
 
-    What is sent to a lost holder goes nowhere. It never comes back, though
-    another worker may take its place (``revive``, ``placement.move``).
+    What is sent to a lost holder goes nowhere. It never comes back, though another worker may take
+    its place (``revive``, ``placement.move``).
 
     Args:
-        hub: One connection a worker; at first a holder's number is its
-            connection's index.
+        hub: One connection a worker; at first a holder's number is its connection's index.
         timeout_s, silence_s, clock: See ``Deadlines``.
-        absent: The workers that aren't there to begin with, and why: they are
-            lost.
-        device: The cache on the S-worker's device, beside R-workers: the last
-            holder. It answers at once, and is never lost.
+        absent: The workers that aren't there to begin with, and why: they are lost.
+        device: The cache on the S-worker's device, beside R-workers: the last holder. It answers
+            at once, and is never lost.
         num_others: The hub's last connections, which aren't to R-workers.
-        num_relayed: Workers that are reached over those. Their indices are the
-            last.
+        num_relayed: Workers that are reached over those. Their indices are the last.
         keepers: Workers that only keep replicas, by their indices.
     """
 
@@ -417,8 +412,7 @@ _LOOK_S: Final = 1e-3
 
 
 class MixedPool(WorkerPool):
-    """R-workers, and the cache on the S-worker's device as the last holder; see
-    ``WorkerPool``."""
+    """R-workers, and the cache on the S-worker's device as the last holder; see ``WorkerPool``."""
 
     @property
     def _device_index(self) -> int:

@@ -1,10 +1,8 @@
-"""R-workers that take a lost one's place: another process at the same address,
-the same one once it is reached again, or a spare one. A hub, which makes connections,
-knows where they are.
+"""R-workers that take a lost one's place: another process at the same address, the same one once
+it is reached again, or a spare one. A hub, which makes connections, knows where they are.
 
-One that comes is greeted, and waits until nothing remembers the lost one
-(``admit``). Or, where a neighbour goes on for that one, it is given the cache
-meanwhile (``make_way``), and then let in.
+One that comes is greeted, and waits until nothing remembers the lost one (``admit``). Or, where a
+neighbour goes on for that one, it is given the cache meanwhile (``make_way``), and then let in.
 """
 
 from __future__ import annotations
@@ -161,8 +159,7 @@ class HubReplacements:
     """Connects again to replacements that may come; see ``Replacements``.
 
     Args:
-        deadlines: how long to go on when all are lost; and how long one that is
-            greeted may take.
+        deadlines: how long to go on when all are lost; and how long one that is greeted may take.
     """
 
     def __init__(self, hub: Places, hello: Hello, deadlines: Deadlines) -> None:
@@ -188,8 +185,7 @@ class HubReplacements:
     def limit(
         self, num_blocks: Mapping[int, int], shards: Mapping[HolderId, Shard] | None = None
     ) -> None:
-        """See ``Replacements``. ``shards``: of each place, where they are members
-        of a group."""
+        """See ``Replacements``. ``shards``: of each place, where they are members of a group."""
         self._most_blocks = num_blocks
         self._shards = shards or {}
 

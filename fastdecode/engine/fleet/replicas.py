@@ -1,14 +1,13 @@
-"""Replicas as the engine sees them: who keeps whose, which of them can be gone
-on with, and how a neighbour takes a lost R-worker's place.
+"""Replicas as the engine sees them: who keeps whose, which of them can be gone on with, and how a
+neighbour takes a lost R-worker's place.
 
-R-workers form a ring (``fastdecode.schedule.ring``). Each keeps a replica of
-the one before it, which sends it the tokens itself: the S-worker never does.
-When one is lost, its neighbour has its cache, and acts for it from then on. Neither
-that cache nor the one before it has a second copy from then on, until the ring is
-closed again: when nothing is left of what was taken over.
+R-workers form a ring (``fastdecode.schedule.ring``). Each keeps a replica of the one before it,
+which sends it the tokens itself: the S-worker never does. When one is lost, its neighbour has its
+cache, and acts for it from then on. Neither that cache nor the one before it has a second copy
+from then on, until the ring is closed again: when nothing is left of what was taken over.
 
-A holder may be a group of several members (``fastdecode.engine.fleet.groups``).
-Members of the same layers are a ring.
+A holder may be a group of several members (``fastdecode.engine.fleet.groups``). Members of the
+same layers are a ring.
 """
 
 from __future__ import annotations
@@ -57,18 +56,17 @@ class _Takeover:
 
 
 class Replicas:
-    """As the engine uses them, of holders that are groups of members; see
-    ``HolderPool``. A plain R-worker is a group of one.
+    """As the engine uses them, of holders that are groups of members; see ``HolderPool``. A plain
+    R-worker is a group of one.
 
-    To the engine a group is interrupted when members are lost that neighbours take
-    over: steps in flight end, all members are asked what they have of each sequence,
-    and the sequences go on with the tokens that all have. A member that has more, of
-    steps that didn't count, is asked to forget it. Where that can't be, all is
-    recomputed on other holders.
+    To the engine a group is interrupted when members are lost that neighbours take over: steps in
+    flight end, all members are asked what they have of each sequence, and the sequences go on with
+    the tokens that all have. A member that has more, of steps that didn't count, is asked to
+    forget it. Where that can't be, all is recomputed on other holders.
 
     Args:
-        rings: of members, with the options of their links. Every member of a group
-            that keeps other layers is in a ring of its own.
+        rings: of members, with the options of their links. Every member of a group that keeps
+            other layers is in a ring of its own.
     """
 
     def __init__(
@@ -134,8 +132,7 @@ class Replicas:
         self.rings[0].replacements = self._places
 
     def take_news(self, last_step: int) -> None:
-        """Take in what members have reported of their replicas. ``last_step``: that
-        has begun."""
+        """Take in what members have reported of their replicas. ``last_step``: that has begun."""
         self._fleet.members.hear_reports()
         heard = self._fleet.members.take_replications()
         for ring in self.rings:

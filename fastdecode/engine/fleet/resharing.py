@@ -172,8 +172,7 @@ class Resharing:
         """See ``Replacements``. What a group may offer depends on who is left."""
 
     def keep_replicas(self, have_ended: Callable[[], bool]) -> HubReplacements | None:
-        """The members that share the heads anew keep replicas, too. Returns who may
-        replace one.
+        """The members that share the heads anew keep replicas, too. Returns who may replace one.
 
         Args:
             have_ended: whether nobody can go on for a lost one any more.

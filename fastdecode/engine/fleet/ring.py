@@ -1,9 +1,7 @@
-"""The ring of R-workers as the engine sees it: who keeps whose replica, and how
-far each is.
+"""The ring of R-workers as the engine sees it: who keeps whose replica, and how far each is.
 
-The members change (``close``): without one that is lost, and with one that has
-come. Who has another neighbour than before begins a new link; the others go on
-with theirs.
+The members change (``close``): without one that is lost, and with one that has come. Who has
+another neighbour than before begins a new link; the others go on with theirs.
 """
 
 from __future__ import annotations
@@ -248,8 +246,7 @@ class Ring:
         return self._keepers.get(holder) == DISK
 
     def lose(self, holder: HolderId) -> None:
-        """A holder is lost: its replica is the last of it, and the one that it
-        kept is gone."""
+        """A holder is lost: its replica is the last of it, and the one that it kept is gone."""
         for pair in [pair for pair in self._dropping if pair[1] == holder]:
             del self._dropping[pair]
         self.protection.end(holder)
@@ -260,8 +257,7 @@ class Ring:
         self.protection.count()
 
     def forget(self, holder: HolderId) -> None:
-        """Nobody goes on with a replica, or not any more; also where it was
-        taken over."""
+        """Nobody goes on with a replica, or not any more; also where it was taken over."""
         keeper, is_own = self.keeper_of(holder), self._is_in_file(holder)
         self._keepers.pop(holder, None)
         if keeper is not None and not (is_own and keeper == holder):

@@ -172,11 +172,10 @@ def open_tiers(
 def cache_identity(resolved: ResolvedConfig, checkpoint: Checkpoint) -> str:
     """Return what K and V of a token depend on beside the tokens.
 
-    The S-worker's kind of device is among it, since blocks on disk may be of
-    another run: a GPU rounds otherwise than a CPU, in float32, too. What isn't:
-    threads, kernels of one kind of device, and who attends prompts. They add
-    the same numbers in another order, as a prompt does that is cut into other
-    chunks, and in float32 a request's tokens don't depend on them.
+    The S-worker's kind of device is among it, since blocks on disk may be of another run: a GPU
+    rounds otherwise than a CPU, in float32, too. What isn't: threads, kernels of one kind of
+    device, and who attends prompts. They add the same numbers in another order, as a prompt does
+    that is cut into other chunks, and in float32 a request's tokens don't depend on them.
     """
     device = resolved.device.type
     kv = f"{resolved.kv_dtype}{'' if resolved.kv_dtype.is_float else ', keys evened out'}"

@@ -89,15 +89,14 @@ _GBIT_BYTES = 1e9 / 8
 
 
 class RunningEngine:
-    """An engine, the model that it runs and the R-workers that serve it. Close
-    it when done.
+    """An engine, the model that it runs and the R-workers that serve it. Close it when done.
 
     Args:
         progress: Called with what is being done, one line at a time.
         times: What is known of step times before the first one. Gets how long each step took.
             None: what is needed of it is learnt.
-        session: Of a run that another process may go on with, for R-workers at addresses. None
-            if none can.
+        session: Of a run that another process may go on with, for R-workers at addresses. None if
+            none can.
         colocation: Other engines' R-workers in this process, which reach this one's.
         is_instance: Other engines go on with its prompts, and it with theirs; with a
             ``colocation`` they do anyway.
@@ -141,9 +140,8 @@ class RunningEngine:
         self.load_s = time.perf_counter() - started
 
     def _open(self, session: Session | None, colocation: Colocation | None) -> None:
-        """Reach the peers that serve the engine. R-workers come before the model: that
-        one of them can't be reached is better known before than after a large
-        one is loaded."""
+        """Reach the peers that serve the engine. R-workers come before the model: that one of
+        them can't be reached is better known before than after a large one is loaded."""
         config, cluster = self.resolved.config, self.resolved.config.cluster
         self.codec = TextCodec.load(self._checkpoint.directory, self.resolved.max_model_len)
         self._opened.callback(self.codec.close)

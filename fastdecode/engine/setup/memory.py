@@ -1,10 +1,9 @@
-"""What an engine will take of the host's and the device's memory, computed
-before anything is loaded.
+"""What an engine will take of the host's and the device's memory, computed before anything is
+loaded.
 
-A pure function of sizes: weights, what a step's rows need at once, pinned
-memory between device and host, and what is left for the KV cache. Estimates err
-on the large side; what they leave out (a CUDA context, libraries' workspaces)
-has a fixed share of its own.
+A pure function of sizes: weights, what a step's rows need at once, pinned memory between device
+and host, and what is left for the KV cache. Estimates err on the large side; what they leave out
+(a CUDA context, libraries' workspaces) has a fixed share of its own.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ OLD_NODE_BYTES, NODE_BYTES = 64 << 10, 8 << 10
 """What a kernel of a graph takes with drivers before and from R550 on; the second
 is an estimate."""
 _HELD_SHARE = 8
-"""Prompts under way may take one part in so many of what is left beside the
-S-part."""
+"""Prompts under way may take one part in so many of what is left beside the S-part."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +144,7 @@ def plan_memory(
             may use together.
 
     Raises:
-        ConfigError: If it doesn't fit (code ``out_of_memory``); the message has
-            the numbers.
+        ConfigError: If it doesn't fit (code ``out_of_memory``); the message has the numbers.
     """
     weights = spec.num_parameters * (sizes.weight_itemsize or sizes.itemsize) // sizes.num_shards
     weights += sum(rope.dim for rope in set(spec.ropes) if rope) * spec.max_model_len * 4

@@ -49,8 +49,7 @@ def place(
     """Settle ``kv_placement``.
 
     Args:
-        machine: None: the S-part is on a CPU, or other options are for R-workers
-            alone.
+        machine: None: the S-part is on a CPU, or other options are for R-workers alone.
     """
     if config.r_part.kv_placement != "auto":
         return Placement(config)

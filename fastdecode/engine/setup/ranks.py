@@ -1,10 +1,9 @@
-"""S-workers that act as one (``--tp``): how the ranks of an MPI job find each
-other, and what all but the first of them do.
+"""S-workers that act as one (``--tp``): how the ranks of an MPI job find each other, and what all
+but the first of them do.
 
-Ranks 0 to tp - 1 of the job are the S-workers, the others R-workers; with
-pipeline stages ranks 0 to tp - 1 are the first stage's, the next tp the
-second's, and so on. S-workers of one stage share a host: they exchange partial
-sums twice a layer.
+Ranks 0 to tp - 1 of the job are the S-workers, the others R-workers; with pipeline stages ranks 0
+to tp - 1 are the first stage's, the next tp the second's, and so on. S-workers of one stage share
+a host: they exchange partial sums twice a layer.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ def meet_ranks(resolved: ResolvedConfig) -> Ranks:
     """This rank's part of a stage's S-workers, connected with the others.
 
     Raises:
-        ConfigError: not started by an MPI launcher, with too few ranks, or on
-            several hosts.
+        ConfigError: not started by an MPI launcher, with too few ranks, or on several hosts.
         WorkerError: the others didn't come, or have ended.
     """
     s_part, roles = resolved.config.s_part, resolved.ranks

@@ -87,12 +87,11 @@ class StageSetup:
         )
 
     def run(self, workers: Reached, links: StageLinks) -> None:
-        """Do what a stage behind the first does. Its R-workers have been reached,
-        and are let go at the end.
+        """Do what a stage behind the first does. Its R-workers have been reached, and are let go
+        at the end.
 
         Raises:
-            FastDecodeError: If it can't start, or can't go on; the first stage has
-                been told.
+            FastDecodeError: If it can't start, or can't go on; the first stage has been told.
         """
         r_part, cluster = self.resolved.config.r_part, self.resolved.config.cluster
         shares_heads = r_part.r_partition == "heads"

@@ -51,8 +51,7 @@ class Reached:
     absent: Mapping[int, WorkerError] = field(default_factory=dict)
     """Those that couldn't be reached, by their connection's index, and why."""
     replacements: Callable[[Hello, Deadlines], Replacements] | None = None
-    """Makes what looks for those that take the place of lost ones; None:
-    nobody does."""
+    """Makes what looks for those that take the place of lost ones; None: nobody does."""
     kind: HolderKind = HolderKind.R_WORKER
     answers_at_once: bool = False
     addresses: Sequence[str] = ()

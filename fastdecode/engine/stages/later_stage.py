@@ -1,5 +1,4 @@
-"""A stage behind the first: does what it is told, step by step, until it is let
-go."""
+"""A stage behind the first: does what it is told, step by step, until it is let go."""
 
 from __future__ import annotations
 

@@ -166,9 +166,8 @@ class StageLinks:
         return answered if len(answered) == len(stages) else None
 
     def send(self, message: StagePass) -> None:
-        """Send a step to the stages, all of which have to report on it. Each
-        layer of theirs, and of those before them, may take its R-workers as long
-        as any answer may."""
+        """Send a step to the stages, all of which have to report on it. Each layer of theirs,
+        and of those before them, may take its R-workers as long as any answer may."""
         for stage in self.later:
             num_answers = self._num_layers.get(stage, 1)
             self._owed.ask(self._index(stage), message, NOBODY, num_answers)

@@ -234,8 +234,7 @@ class Relay:
             placement.give_back(column)
 
     def pass_on(self, news: Iterable[News]) -> None:
-        """Send the first stage what R-workers have answered and reported, and which
-        are lost."""
+        """Send the first stage what R-workers have answered and reported, and which are lost."""
         losses = []
         for column, answer in news:
             if isinstance(answer, Accepted | Refused):
