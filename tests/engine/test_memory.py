@@ -193,7 +193,7 @@ def test_lanes_that_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None
         return resolve(config, LLAMA_8B, num_cores=8, free=free)
 
     ample = resolved(141)
-    assert (ample.schedule.num_lanes, ample.most_lanes, ample.lanes.adapt) == (
+    assert (ample.schedule.num_lanes, ample.lanes.most, ample.lanes.adapt) == (
         2,
         MAX_AUTO_LANES,
         True,
