@@ -1,8 +1,7 @@
 """The engine: requests in, one step of a lane at a time, tokens out to each request's listener.
 
-A request's life: ``submit`` → waiting → room opened on its holders (``OpenSequence`` or
-``ForkSequence``) → its prompt run in one or more chunks → one token drawn a step → finished,
-its blocks freed (``CloseSequence``).
+A request's life: ``submit`` → waiting → room opened on its holders (``Open``) → its prompt run in
+one or more chunks → one token drawn a step → finished, its blocks freed (``Close``).
 
 One turn of the loop: take events (from R-workers and extensions) → apply them to the state of
 sequences (``fastdecode.schedule.life.lifecycle``) → carry out its instructions (send them, or
@@ -48,23 +47,12 @@ from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.schedule.life import events
 from fastdecode.schedule.plan import Chunk, Send, num_in_prompts
-from fastdecode.wire.blocks import SESSION_RESUMED, ResumeSequence, TruncateSequence, words_of
-from fastdecode.wire.messages import (
-    CloseSequence,
-    ExtendSequence,
-    ForkSequence,
-    OpenSequence,
-    Refused,
-    ToRWorker,
-)
+from fastdecode.wire.blocks import SESSION_RESUMED, Open, Refused
 from fastdecode.wire.traits import unasked
 from sworker.failures import raise_typed
 from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
-
-_OPENING: Final = (events.Open, events.Fork, events.Resume)
-_FOR_HOLDERS: Final = {*_OPENING, events.Extend, events.Truncate, events.Close, Send}
 
 
 class Engine:
@@ -312,8 +300,7 @@ class Engine:
             self._apply(self._recovery.lose(holder))
         elif (taker := self._takers.get(type(news))) is not None:
             self._apply_all(taker.take(holder, news))
-        elif self._lifecycle.grants.awaits(holder, PartId(news.sequence_id)):
-            part_id = PartId(news.sequence_id)
+        elif self._lifecycle.grants.awaits(holder, part_id := PartId(news.sequence_id)):
             if isinstance(news, Refused):
                 self._apply(events.Refused(part_id, peer, news.code, news.message))
             else:
@@ -338,12 +325,11 @@ class Engine:
     def _carry_out(self, instruction: Any) -> None:
         """Send it to its holder, hand it to its request, or to the extension that handles it."""
         kind = type(instruction)
-        if kind in _FOR_HOLDERS:
-            holder = instruction.holder if kind is Send else instruction.part.holder
-            self._fleet.send(holder, message_for(instruction))
-            if kind in _OPENING:
+        if kind is events.Ask or kind is Send:
+            self._fleet.send(instruction.holder, instruction.message)
+            if type(instruction.message) is Open:
                 for extension in self._extensions:
-                    extension.opened(instruction)
+                    extension.opened(instruction.part)
         elif kind is events.Finish:
             self.requests.finish(instruction.sequence, instruction.reason, self.stats)
         elif kind is events.Fail:
@@ -376,9 +362,9 @@ class Engine:
 
     def _await_rooms(self) -> None:
         """Take in the answers of holders that answer at once."""
-        while self._answer_at_once and self._lifecycle.grants:
+        while self._answer_at_once and self._lifecycle.grants.asked:
             self._take_news()  # one that was lost just now answers nothing
-            if self._lifecycle.grants:
+            if self._lifecycle.grants.asked:
                 self._pipeline.receive()
                 self._take_news()
         while self._fleet.is_owed_at_once:
@@ -454,27 +440,3 @@ def _timed_holders(pipeline: Pipeline) -> frozenset[HolderId]:
     return frozenset(
         holder for holder, kind in kinds.items() if kind is HolderKind.R_WORKER or not has_r_workers
     )
-
-
-def message_for(instruction: Any) -> ToRWorker:
-    """Return what the holder is told. To a holder, a part is a sequence."""
-    if isinstance(instruction, Send):
-        return instruction.message
-    part = instruction.part
-    match instruction:
-        case events.Open():
-            return OpenSequence(part.part_id, part.num_tokens)
-        case events.Fork():
-            parent_id, num_shared = instruction.parent.part_id, instruction.num_shared_tokens
-            return ForkSequence(parent_id, part.part_id, num_shared, part.num_tokens)
-        case events.Resume():
-            keys, gap = words_of(instruction.keys), instruction.gap
-            return ResumeSequence(
-                part.part_id, part.num_tokens, instruction.num_tokens, keys, gap.start, gap.stop
-            )
-        case events.Extend():
-            return ExtendSequence(part.part_id, part.num_tokens)
-        case events.Truncate():
-            return TruncateSequence(part.part_id, instruction.num_tokens)
-        case _:
-            return CloseSequence(part.part_id, tail=(instruction.tail or b"").hex())

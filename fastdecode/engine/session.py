@@ -15,19 +15,18 @@ from fastdecode.core.resuming import HeldSequence, Session, first_part
 from fastdecode.engine.extensions import Extension
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.stats import AttachedCounts
-from fastdecode.schedule.cache.prefix_cache import PrefixCache
-from fastdecode.schedule.cache.resumed import keep_held
-from fastdecode.schedule.life.events import Drawn, Fork, Open, Resume
+from fastdecode.schedule.cache.holdings import Holdings
+from fastdecode.schedule.life.events import Drawn
 from fastdecode.schedule.life.sequences import SequenceTable
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.blocks import TakenOver, TakeOver
-from fastdecode.wire.messages import CloseSequence
+from fastdecode.wire.messages import Close
 
 Counts: TypeAlias = "dict[HolderId, dict[PartId, int]]"
 """Tokens of parts, by holder."""
 
 
-def attach(fleet: HolderPool, cache: PrefixCache, session: Session) -> AttachedCounts:
+def attach(fleet: HolderPool, cache: Holdings, session: Session) -> AttachedCounts:
     """Ask R-workers what they hold of a resumed session's sequences, keep that as blocks, and
     continue the session.
 
@@ -66,7 +65,7 @@ def _found(fleet: HolderPool, session: int, wanted: Counts) -> Counts:
 
 
 def _keep(
-    fleet: HolderPool, cache: PrefixCache, held: Iterable[HeldSequence], found: Counts
+    fleet: HolderPool, cache: Holdings, held: Iterable[HeldSequence], found: Counts
 ) -> AttachedCounts:
     """Keep what was found by its keys, and close the old sequences."""
     num_sequences = num_tokens = num_held = num_held_tokens = 0
@@ -80,12 +79,12 @@ def _keep(
         num_tokens += len(one.token_ids)
         num_held += any(there.values())
         num_held_tokens += sum(there.values())
-        tails = keep_held(cache, one, there)
+        tails = cache.keep_held(one, there)
         for order in cache.stock.take_orders():
             fleet.send(order.holder, order.message)
         for part in there:
             tail = tails.get(part.part_id, b"").hex()
-            fleet.send(part.holder, CloseSequence(part.part_id, tail=tail))
+            fleet.send(part.holder, Close(part.part_id, tail=tail))
     return AttachedCounts(num_sequences, num_tokens, num_held, num_held_tokens)
 
 
@@ -99,8 +98,8 @@ class Recorder(Extension):
         self._lives = lives
         self._opened: set[PartId] = set()
 
-    def opened(self, instruction: Open | Fork | Resume) -> None:
-        self._opened.add(instruction.part.part_id)
+    def opened(self, part: Part) -> None:
+        self._opened.add(part.part_id)
 
     def ran(self, chunks: Seq[Chunk]) -> None:
         """Record where sequences are that ran for the first time since their parts were opened."""

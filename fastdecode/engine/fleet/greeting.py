@@ -11,7 +11,7 @@ from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.fleet.ring import DISK
 from fastdecode.schedule.ring import num_offered
-from fastdecode.wire.blocks import Stocked, UseTier
+from fastdecode.wire.blocks import Inventory, UseTier
 from fastdecode.wire.messages import Hello, Welcome
 
 
@@ -54,7 +54,7 @@ def use_tiers(fleet: HolderPool, identity: str, holders: Iterable[HolderId]) -> 
         fleet.send(holder, fleet.tier_of(holder, message))
     while fleet.is_owed:
         fleet.receive()
-    told = [news for news in fleet.moves if isinstance(news, Stocked)]
+    told = [news for news in fleet.moves if isinstance(news, Inventory)]
     num_slots = sum(news.num_slots for news in told if news.is_last)
     return num_slots, sum(len(news.keys) for news in told)
 

@@ -26,13 +26,13 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.wire.blocks import (
-    Fetching,
-    ForgetBlocks,
-    Moved,
+    Done,
+    Forget,
+    Inventory,
     MoveNews,
+    Progress,
     Pulled,
-    Stocked,
-    StoreBlocks,
+    Retain,
     UseTier,
     keys_of,
     words_of,
@@ -62,8 +62,8 @@ class JoinedMoves:
     def __init__(self, holder: HolderId, members: Collection[HolderId]) -> None:
         self._holder = holder
         self._members = frozenset(members)
-        self._moved: dict[int, dict[HolderId, Moved]] = {}  # by job and member
-        self._fetching: dict[int, dict[HolderId, Fetching]] = {}
+        self._moved: dict[int, dict[HolderId, Done]] = {}  # by job and member
+        self._fetching: dict[int, dict[HolderId, Progress]] = {}
         self._pulled: dict[int, dict[HolderId, Pulled]] = {}  # by sequence and member
         self._stocked: dict[HolderId, dict[bytes, int]] = {}  # of each member
         self._num_slots: dict[HolderId, int] = {}  # of members that have reported all
@@ -79,9 +79,9 @@ class JoinedMoves:
         """Take in a member's report. Return the blocks that members are to drop, since
         others lack them: disks would fill with what is of no use."""
         match news:
-            case Moved():
+            case Done():
                 return self._take_moved(member, news)
-            case Fetching():
+            case Progress():
                 self._take_fetching(member, news)
             case Pulled():
                 told = self._all_told(self._pulled, news.sequence_id, member, news)
@@ -91,7 +91,7 @@ class JoinedMoves:
                     seconds = max(each.seconds for each in told)
                     ids = self._holder, news.sequence_id
                     self.news.append(Pulled(*ids, num_bytes, seconds, reason))
-            case Stocked():
+            case Inventory():
                 return self._take_stocked(member, news)
         return {}
 
@@ -103,7 +103,7 @@ class JoinedMoves:
         told[member] = news
         return list(table.pop(number).values()) if told.keys() >= self._members else []
 
-    def _take_fetching(self, member: HolderId, news: Fetching) -> None:
+    def _take_fetching(self, member: HolderId, news: Progress) -> None:
         """The group is as far as its slowest member; one whose part is over reports
         nothing more."""
         told = self._fetching.setdefault(news.job, {})
@@ -114,9 +114,9 @@ class JoinedMoves:
             slowest = min(under_way, key=lambda x: x.num_there)
             self.news.append(replace(slowest, holder=self._holder))
 
-    def _take_moved(self, member: HolderId, news: Moved) -> dict[HolderId, set[bytes]]:
-        own_failed = {x: set(keys_of(y.failed)) for x, y in self._moved.get(news.job, {}).items()}
-        own_failed[member] = set(keys_of(news.failed))
+    def _take_moved(self, member: HolderId, news: Done) -> dict[HolderId, set[bytes]]:
+        own_failed = {x: set(keys_of(y.missing)) for x, y in self._moved.get(news.job, {}).items()}
+        own_failed[member] = set(keys_of(news.missing))
         told = self._all_told(self._moved, news.job, member, news)
         if not told:
             return {}
@@ -125,14 +125,17 @@ class JoinedMoves:
         num_bytes = sum(each.num_bytes for each in told)
         seconds = max(each.seconds for each in told)
         faults = map(sum, zip(*(each.faults for each in told), strict=True))
-        words = words_of(sorted(failed))
-        self.news.append(Moved(self._holder, news.job, words, num_bytes, seconds, *faults))
+        reason = next((each.reason for each in told if each.reason), "")
+        at = self._holder, news.job, words_of(sorted(failed))
+        names = "num_unread", "num_damaged", "num_unwritten", "num_late"
+        counts = dict(zip(names, faults, strict=True))
+        self.news.append(replace(Done(*at, num_bytes, seconds, reason=reason), **counts))
         # Who asked for a fetch gives blocks up by itself.
         is_store = news.job in self._stores
         self._stores.discard(news.job)
         return {x: failed - own for x, own in own_failed.items()} if is_store else {}
 
-    def _take_stocked(self, member: HolderId, news: Stocked) -> dict[HolderId, set[bytes]]:
+    def _take_stocked(self, member: HolderId, news: Inventory) -> dict[HolderId, set[bytes]]:
         own = self._stocked.setdefault(member, {})
         own.update(zip(keys_of(news.keys), news.num_tokens.tolist(), strict=True))
         if news.is_last or member in self._num_slots:
@@ -144,7 +147,7 @@ class JoinedMoves:
         num_tokens = np.array([first[key] for key in shared], np.int32)
         num_slots = min(self._num_slots.values())
         self.news.append(
-            Stocked(self._holder, num_slots, words_of(shared), num_tokens, is_last=True)
+            Inventory(self._holder, num_slots, words_of(shared), num_tokens, is_last=True)
         )
         return {x: set(stock).difference(shared) for x, stock in self._stocked.items()}
 
@@ -228,7 +231,7 @@ class CacheGroup:
             self.welcome = None
         elif isinstance(message, BeginStep):
             self._want_lse[message.lane] = message.want_lse
-        elif isinstance(message, StoreBlocks):
+        elif isinstance(message, Retain):
             self.moves.begin_store(message.job)
         if message.answers:
             asked = _Asked(message, due)
@@ -251,11 +254,11 @@ class CacheGroup:
         waiting = self._asked.get(member)
         if waiting is None or any(x is None or isinstance(x.message, Hello) for x in waiting):
             return
-        if isinstance(news, Fetching) and len(self._here) < len(self._members):
+        if isinstance(news, Progress) and len(self._here) < len(self._members):
             return  # other stages don't report it: nobody begins before all is there
         for each, keys in self.moves.take(member, news).items():
             if keys:
-                self._pool.send(each, ForgetBlocks(words_of(sorted(keys)), is_below=True))
+                self._pool.send(each, Forget(words_of(sorted(keys)), is_below=True))
 
     def _is_due(self, member: HolderId, asked: ToRWorker, answer: Answer) -> bool:
         """Whether the arrays of an answer are the ones that were asked for. Once they

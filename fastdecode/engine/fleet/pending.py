@@ -15,14 +15,14 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.blocks import (
-    FetchBlocks,
-    Fetching,
-    Moved,
+    Done,
+    Fetch,
+    Inventory,
     MoveNews,
+    Progress,
     Pull,
     Pulled,
-    Stocked,
-    StoreBlocks,
+    Retain,
 )
 from fastdecode.wire.messages import FromRWorker, ToRWorker, Welcome
 from fastdecode.wire.traits import unasked
@@ -95,7 +95,7 @@ class Deadlines:
 
 def _job_of(message: ToRWorker | MoveNews) -> int:
     """Return the number of the transfer that a message asks for, or reports on."""
-    if isinstance(message, StoreBlocks | FetchBlocks | Fetching | Moved):
+    if isinstance(message, Retain | Fetch | Progress | Done):
         return message.job
     if isinstance(message, Pull | Pulled):  # numbers below those of other jobs
         return _OPENING - 1 - message.sequence_id
@@ -177,7 +177,7 @@ class PendingReplies:
         job, jobs = _job_of(news), self._jobs[index]
         if job not in jobs:
             return False
-        if isinstance(news, Moved | Pulled) or (isinstance(news, Stocked) and news.is_last):
+        if isinstance(news, Done | Pulled) or (isinstance(news, Inventory) and news.is_last):
             del jobs[job]
         return True
 
