@@ -44,16 +44,16 @@ class Transfers(Extension):
     """
 
     def __init__(self, state: EngineState) -> None:
-        self._moves = state.fleet.moves
-        self._jobs = state.lifecycle.scheduler.ledger.cache.stock
+        self._fleet = state.fleet
+        self._stock = state.lifecycle.scheduler.ledger.cache.stock
         self._stats = state.stats
         self._fetching = FetchingTime()
 
     def news(self) -> Iterable[Event]:
         """See ``Extension``."""
-        for moved in self._moves.take_tiers():
+        for moved in self._fleet.take_moves():
             if isinstance(moved, Done):
-                job = self._jobs.jobs.get(moved.job)
+                job = self._stock.jobs.get(moved.job)
                 if job is not None and job.source:
                     self._count(moved)
             yield moved
