@@ -149,6 +149,15 @@ class KVSource:
         return self.first_token + self.num_tokens
 
 
+def of_first_tokens(sources: tuple[KVSource, ...], num_tokens: int) -> tuple[KVSource, ...]:
+    """Return what sources keep of a sequence's first tokens."""
+    return tuple(
+        replace(source, num_tokens=min(source.end, num_tokens) - source.first_token)
+        for source in sources
+        if source.first_token < num_tokens
+    )
+
+
 def num_offered(sources: tuple[KVSource, ...]) -> int:
     """Tokens of a sequence that sources have, from its first on."""
     return max((source.end for source in sources), default=0)

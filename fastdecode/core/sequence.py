@@ -17,7 +17,7 @@ from msgspec import Meta
 from fastdecode.core.cache_use import SHARED as SHARED
 from fastdecode.core.cache_use import CacheUse as CacheUse
 from fastdecode.core.errors import FastDecodeError, Given, RequestError
-from fastdecode.core.holders import KVSource, Residence, SequenceId
+from fastdecode.core.holders import KVSource, Residence, SequenceId, of_first_tokens
 from fastdecode.core.structured import StructuredOutputs
 from fastdecode.core.vllm_names import supported_sampling
 from fastdecode.core.words import is_unicode
@@ -589,7 +589,8 @@ class Sequence:
 
     @classmethod
     def of(cls, sequence_id: SequenceId, request: Request, index: int) -> Sequence:
-        return cls(sequence_id, request, index, sources=request.sources)
+        sources = of_first_tokens(request.sources, len(request.prompt_token_ids))
+        return cls(sequence_id, request, index, sources=sources)
 
     @cached_property
     def token_ids(self) -> list[int]:

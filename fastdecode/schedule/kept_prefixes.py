@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
-from fastdecode.core.holders import KVSource, num_offered
+from fastdecode.core.holders import KVSource, num_offered, of_first_tokens
 from fastdecode.core.model.block_keys import block_keys, root_key
 
 _MOST_BLOCKS: Final = 1 << 16
@@ -57,6 +57,7 @@ class KeptPrefixes:
 
     def note(self, run: BlockChain, instance: int, sources: tuple[KVSource, ...]) -> None:
         """Note where an instance has run these tokens."""
+        sources = tuple([replace(source, is_held=False) for source in sources])
         num_tokens = num_offered(sources)
         keys = run.keys[: num_tokens // run.size]
         for key in keys:
@@ -77,13 +78,5 @@ class KeptPrefixes:
             for instance, (sources, tail) in self._blocks.get(prompt.keys[place], {}).items():
                 has_tail = prompt.token_ids[end:-1][: len(tail)] == tail
                 num_tokens = end + len(tail) * has_tail
-                found.setdefault(instance, _first_tokens(sources, num_tokens))
+                found.setdefault(instance, of_first_tokens(sources, num_tokens))
         return found
-
-
-def _first_tokens(sources: tuple[KVSource, ...], num_tokens: int) -> tuple[KVSource, ...]:
-    return tuple(
-        replace(x, num_tokens=min(x.end, num_tokens) - x.first_token, is_held=False)
-        for x in sources
-        if x.first_token < num_tokens
-    )

@@ -141,7 +141,7 @@ class Walk:
         acts = ["turn"] * 5 + ["submit"] * 2 + ["interrupt"]
         acts += ["answer"] * 3 * bool(self.rooms) + ["take_over"] * 3 * bool(self.takeovers)
         is_waiting = bool(self.takeovers or self.fetches)
-        acts += ["fetched"] * 2 * bool(self.fetches) + ["leave"] * bool(self.adopted)
+        acts += ["fetched"] * bool(self.fetches) + ["leave"] * bool(self.adopted)
         acts += (["cancel"] * (4 if is_waiting else 1) + ["lose"]) * bool(records)
         match data.draw(st.sampled_from(acts)):
             case "turn":
