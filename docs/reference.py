@@ -31,7 +31,7 @@ from fastdecode.core.model.refused import REFUSED
 from fastdecode.core.model.rows import Row
 from fastdecode.core.vllm_names import OPTION_NAMES
 from fastdecode.engine.figures import EngineFigures, HolderFigures
-from fastdecode.engine.instances.status_report import status_to_json
+from fastdecode.engine.instances.client import status_to_json
 from fastdecode.engine.stats import EngineStats
 from fastdecode.server.link import StatusReport
 from fastdecode.server.metrics import Metrics

@@ -23,8 +23,8 @@ from fastdecode.core.errors import CapacityError, FastDecodeError
 from fastdecode.core.host.logs import keep_traces_out
 from fastdecode.core.sequence import Request, SamplingParams
 from fastdecode.engine.figures import EngineFigures, HolderFigures
-from fastdecode.engine.instances.engine_server import RequestLimits
-from fastdecode.engine.instances.status_report import status_to_json
+from fastdecode.engine.instances.client import status_to_json
+from fastdecode.engine.instances.server import RequestLimits
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.stats import EngineStats
 from fastdecode.server.link import Opening, Ready

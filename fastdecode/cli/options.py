@@ -315,14 +315,12 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_engine(args: argparse.Namespace) -> None:
-    """Import what runs a model, unless instances elsewhere run it.
+    """Import what runs a model, unless instances run it.
 
     Raises:
         ModuleNotFoundError: If a package is missing.
     """
-    from fastdecode.core.config.instances import Instances
-
-    if not Instances(tuple(args.instances)).is_elsewhere:
+    if not args.instances:
         import fastdecode.engine.setup.launch  # noqa: F401
 
 

@@ -33,7 +33,7 @@ from fastdecode.wire.mpi.job import join
 from fastdecode.wire.mpi.ranks import InstanceRanks
 
 if TYPE_CHECKING:
-    from fastdecode.engine.instances.instance_server import InstanceServer
+    from fastdecode.engine.instances.server import InstanceServer
 
 MOST_FILES = 256
 """Files that an R-worker at an address may open. It needs about 50. The others are connections
@@ -217,7 +217,7 @@ def _instance(args: argparse.Namespace) -> int:
         options["key"] = None
     config = EngineConfig.of(args.model, **options)
     with imports_for(f"{INSTANCE} (an S-worker)"):
-        from fastdecode.engine.instances.process import InstancePlace, serve_instance
+        from fastdecode.engine.instances.processes import InstancePlace, serve_instance
         from fastdecode.measure.status_file import engine_status, status_file
     if args.status is not None:
         check_writable(args.status, "status")

@@ -100,7 +100,7 @@ def _serve_if_placed(config: EngineConfig, tell: Callable[[str], None]) -> None:
 
 def _serve_instance(config: EngineConfig, tell: Callable[[str], None]) -> NoReturn:
     with imports_for("an S-worker"):
-        from fastdecode.engine.instances.process import serve_instance_rank
+        from fastdecode.engine.instances.processes import serve_instance_rank
 
     let_rank_0_stop()
     if serve_instance_rank(config, tell):
