@@ -21,7 +21,7 @@ from fastdecode.engine.instances.registry import Inbox, Registry, greet, identit
 from fastdecode.engine.instances.router import Router
 from fastdecode.engine.service import EngineService
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.instances import Cancel, InstanceHello, SetRole, StatusReport
+from fastdecode.wire.instances import Cancel, Deltas, InstanceHello, SetRole, StatusReport
 from fastdecode.wire.transport import CLOSED, TIMEOUT, timeout_error
 
 WAIT_S = 60.0
@@ -201,10 +201,10 @@ def test_only_time_in_which_the_router_listened_is_quiet(registry: Registry) -> 
         return [each.quiet_s for each in clients]
 
     assert quiet_after(0.75) == [0.75, 0.75]
-    hear(registry, 1, SEEN)
+    hear(registry, 1, Deltas(()))
     assert quiet_after(500.0) == [1.75, 1.0], "the router was stopped meanwhile"
     for _ in range(60):
         now_s[0] += 1.0
-        hear(registry, 1, SEEN)
+        hear(registry, 1, Deltas(()))
     assert clients[0].broken is not None and clients[0].broken.code == TIMEOUT
     assert clients[1].broken is None

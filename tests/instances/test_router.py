@@ -30,7 +30,7 @@ from fastdecode.schedule.life.handing import HANDED_OVER_LOST
 from fastdecode.schedule.life.lifecycle import NOT_KEPT
 
 BLOCK_SIZE = 16
-SOURCE = KVSource("p-r0", "ab" * 16, 0, 9, 0, 2)
+SOURCE = KVSource("p-r0", "ab" * 16, 0, 1, 0, 2)
 
 
 def answer(request: Request, index: int) -> list[int]:

@@ -24,7 +24,7 @@ from trouble import crash_in_spawned
 from examples import examples
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.delta import DeltaQueue
-from fastdecode.core.errors import CapacityError
+from fastdecode.core.errors import ConfigError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.instances import spawned
 from fastdecode.engine.stats import EngineStats
@@ -149,8 +149,8 @@ def test_they_end_with_a_parent_that_is_killed(model: str) -> None:
 
 def test_what_keeps_one_from_starting_is_said_here(model: str) -> None:
     before = processes()
-    with pytest.raises(CapacityError, match="kv_memory_gb"):
-        LLM(model, **BOTH, **{**OPTIONS, "kv_memory_gb": 1e-7})
+    with pytest.raises(ConfigError, match="cache_disk='/proc/none'"):
+        LLM(model, **BOTH, **OPTIONS, cache_disk="/proc/none", cache_disk_gb=0.001)
     assert processes() == before
 
 

@@ -196,11 +196,9 @@ def _reach(
         from fastdecode.wire.zmq.keys import read_key
 
     names: Sequence[str] = config.instances.addresses
-    addresses = names
+    addresses, key = names, read_key(config.cluster.key)
     if config.instances.roles:
         names, addresses, key = spawn(config, tell, opened)
-    else:
-        key = read_key(config.cluster.key)
     hub = connect(addresses, key, config.cluster.worker_silence_s)
     opened.callback(hub.close)
     reach_s = min(_REACH_S, config.cluster.worker_timeout_s)

@@ -112,8 +112,10 @@ def serve_spawned() -> None:
 
 
 def _serve_asked(asked: Mapping[str, Any], answers: Any) -> None:
+    import zmq
+
     from fastdecode.engine.instances.spawned import failure_of
-    from fastdecode.wire.zmq.keys import ClusterKey, zmq
+    from fastdecode.wire.zmq.keys import ClusterKey
 
     def say(**said: Any) -> None:
         print(json.dumps(said, default=str), file=answers, flush=True)

@@ -163,7 +163,8 @@ def greet(
         try:
             number, answer = hub.receive_any(max(0.0, min(_BUSY_S, end_s - clock())))
         except PeerLostError as lost:
-            every[lost.index].failure = lost
+            each = every[lost.index]
+            each.failure = each.failure or lost
         except WorkerError as error:
             if error.code != TIMEOUT:
                 raise
