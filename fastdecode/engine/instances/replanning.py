@@ -12,26 +12,24 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import IO, Final
 
 from cost_model.goodput.replanning import (
     InstanceProfile,
     InstanceTotals,
     JudgedRoles,
+    ReplanTrigger,
     RoleQuestion,
     Roles,
     StepLog,
     TrafficSample,
+    TrafficWatch,
+    WatchRules,
     from_json,
     to_json,
 )
 from cost_model.goodput.slo import RequestTimes, Slo
-from cost_model.goodput.traffic_watch import (
-    FinishedRequest,
-    ReplanTrigger,
-    TrafficWatch,
-    WatchRules,
-)
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.host.processes import python_command
 from fastdecode.engine.instances.client import EngineClient
@@ -165,8 +163,7 @@ class Replanner:
             tokens = max(len(said.token_ids) for said in routed.said)
             tpot_s = (routed.last_s - routed.first_s) / (tokens - 1) if tokens > 1 else None
             times = RequestTimes(routed.arrived_s, routed.first_s - routed.arrived_s, tpot_s)
-            finished = FinishedRequest(times, routed.job.prompt_tokens, tokens)
-            self._watch.finished(time.monotonic(), finished)
+            self._watch.finished(time.monotonic(), (times, routed.job.prompt_tokens, tokens))
 
     def look(self) -> None:
         """Look at roles if that is due. What goes wrong here ends nothing that runs."""
@@ -241,7 +238,7 @@ class Replanner:
             + dispatcher.prefill[i].num_tokens / dispatcher.prefill[i].batch_tokens
             for i, _ in alive
         ]
-        wanted = dict(zip(_ORDER, best.counts, strict=True))
+        wanted = dict(zip(_ORDER, astuple(best), strict=True))
         for place, role in role_changes([each.role for _, each in alive], wanted, busy).items():
             name = alive[place][1].name
             self._router.set_role(name, role)
