@@ -12,9 +12,7 @@ from msgspec import Meta, ValidationError, convert
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.sequence import Request
-from fastdecode.engine.figures import EngineFigures, HolderFigures
-from fastdecode.engine.latency import LatencyHistogram
-from fastdecode.engine.stats import EngineStats
+from fastdecode.engine.stats import EngineFigures, EngineStats, HolderFigures, LatencyHistogram
 from fastdecode.schedule.cache.rates import TierCounts
 from fastdecode.schedule.life.adoption import AdoptionCounts
 from fastdecode.wire.instances import (

@@ -32,10 +32,9 @@ from fastdecode.core.errors import (
 )
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.sequence import Request
-from fastdecode.engine.figures import EngineFigures
 from fastdecode.engine.instances.client import EngineClient, sum_figures, sum_stats
 from fastdecode.engine.instances.routed import Borrowing, InstanceRun, RequestStage, RoutedRequest
-from fastdecode.engine.stats import EngineStats
+from fastdecode.engine.stats import EngineFigures, EngineStats
 from fastdecode.schedule.dispatch import (
     AssignDecode,
     AssignPrefill,
