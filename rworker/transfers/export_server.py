@@ -75,8 +75,7 @@ class ExportServer(threading.Thread):
         self._worker = worker
         self._inside = _Inside(self._listener.wake)
         self._within: dict[int, InprocConnection[ToRWorker, FromRWorker]] = {}
-        """By a reader's number at the listener."""
-        self._outside: dict[int, Connection[FromRWorker, ToRWorker]] = {}
+            self._outside: dict[int, Connection[FromRWorker, ToRWorker]] = {}
         """By its number within."""
         self._is_closing = False
 
@@ -172,11 +171,7 @@ class _Neighbours:
 class ExportServers:
     """The export servers of an engine's R-workers over ZeroMQ. Close them once those have ended.
 
-    Args:
-        address: tcp://HOST:PORT of the first one, the next ones' ports follow
-            upon it; or the port is * for any that are free.
-        key: of the cluster; None: this host only.
-        silence_s: who gives no sign of life for so long is lost.
+    ``address``: tcp://HOST:PORT of the first one. The next ports follow, or * stands for free ones.
     """
 
     def __init__(self, address: str, key: ClusterKey | None, silence_s: float = 5.0) -> None:
@@ -189,12 +184,7 @@ class ExportServers:
         self._ways: list[ZmqHub] = []
 
     def add(self, name: str, hub: InprocHub[FromRWorker, ToRWorker]) -> Neighbours:
-        """See ``rworker.transfers.neighbours.Neighbourhood``.
-
-        Raises:
-            ConfigError: the address is none, is in use, or may not be used without
-                a key.
-        """
+        """Raises ConfigError: If the address is in use, or can't be used, as without a key."""
         from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener
 
         address, silence_s = f"{self._host}:{self._next_port()}", self._silence_s
@@ -232,13 +222,8 @@ class ExportServers:
 
 
 class RankExports:
-    """Of the KV cache on the device of an S-worker, which is a rank of an MPI job. Close it
-    once the engine has ended.
-
-    Args:
-        job: this process's part in the job.
-        silence_s: a rank that is read, and gives no sign of life for so long, is lost.
-    """
+    """The export server of an S-worker's device, which is a rank of an MPI job. Close it once the
+    engine has ended."""
 
     def __init__(self, job: MpiJob, silence_s: float) -> None:
         self._job = job
@@ -246,7 +231,6 @@ class RankExports:
         self._opened = ExitStack()
 
     def add(self, name: str, hub: InprocHub[FromRWorker, ToRWorker]) -> Neighbours:
-        """See ``rworker.transfers.neighbours.Neighbourhood``: once, as it has one cache."""
         from fastdecode.wire.mpi.hub import MpiNeighbours, RWorkerHub
 
         neighbours = MpiNeighbours(self._job, self._silence_s)

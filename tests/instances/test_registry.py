@@ -48,8 +48,6 @@ class Line:
 
 
 class Hub:
-    """Connections to two instances that say what a test puts into ``arrivals``."""
-
     def __init__(self) -> None:
         self.connections: Any = [Line(0), Line(1)]
         self.arrivals: SimpleQueue[Any] = SimpleQueue()
@@ -142,8 +140,7 @@ def test_a_router_that_hears_nothing_more_ends_all_requests(registry: Registry) 
 
 
 class Ranks(InprocHub[Any, Any]):
-    """Connections to four ranks. A wait without an answer takes its whole time, and the first
-    rank may report its state meanwhile."""
+    """Connections to four ranks. A wait takes its whole time, in which the first may report."""
 
     def __init__(self) -> None:
         super().__init__()

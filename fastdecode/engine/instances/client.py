@@ -46,7 +46,7 @@ class EngineClient:
     Args:
         name: What people call it: its address, for example.
         send: Sends to it.
-        welcome: What it has said it is. None if it is not connected yet.
+        welcome: Its answer to the greeting. None if it is not connected yet.
         room: The welcome of an instance like it, for as long as it is not connected.
     """
 
@@ -72,7 +72,7 @@ class EngineClient:
         """Why a message could not be sent."""
         self.num_returns = self.num_steps = 0
         self.quiet_s = 0.0
-        """Seconds for which it has said nothing."""
+        """Seconds without a message from it."""
         self.stats = EngineStats()
         self._figures: EngineFigures | None = None
         self._num_live: int | None = None  # R-workers, as reported
@@ -85,7 +85,7 @@ class EngineClient:
 
     @property
     def num_live_r_workers(self) -> int:
-        """All of an instance that is there, unless it has reported fewer."""
+        """All of a connected instance, unless it has reported fewer."""
         if self.broken is not None or self.welcome is None:
             return 0
         return self.welcome.num_r_workers if self._num_live is None else self._num_live
@@ -103,7 +103,7 @@ class EngineClient:
         self.num_steps, self._num_live = status.num_steps, status.num_live_r_workers
 
     def submit(self, request: Request, *, every_step: bool) -> None:
-        """Have it run a request. Raises FastDecodeError: If it is lost or stranded."""
+        """Send it a request to run. Raises FastDecodeError: If it is lost or stranded."""
         refusal = self.broken or self.stranded
         if refusal is not None:
             raise refusal
@@ -207,7 +207,7 @@ def status_from_json(said: Any) -> tuple[EngineStats, EngineFigures | None]:
 
 
 def _read(kind: type[_T], said: Any) -> _T:
-    """Return a dataclass of the numbers and texts that were said by their names."""
+    """Return a dataclass of reported numbers and texts, which have its names."""
     every: Any = fields(kind)  # type: ignore[arg-type]
     kinds = {field.name: _KINDS[field.type] for field in every if field.type in _KINDS}
     return kind(**{name: convert(said[name], what) for name, what in kinds.items()})

@@ -105,7 +105,7 @@ class RunningCluster:
     Raises:
         ConfigError: If an address can't be used, or instances don't fit together.
         ModelError: If the model directory is bad.
-        WorkerError: If no instance is there.
+        WorkerError: If no instance answers.
     """
 
     has_hung_r_workers = False
@@ -155,7 +155,7 @@ class RunningCluster:
 
     @property
     def welcomes(self) -> tuple[InstanceWelcome, ...]:
-        """Those of all instances that have been there."""
+        """The welcomes of all instances that have answered."""
         return tuple(each.welcome for each in self.engine.clients if each.welcome is not None)
 
     @property
@@ -210,7 +210,7 @@ def connect(addresses: Sequence[str], key: ClusterKey | None, silence_s: float) 
     """Return connections to instances at addresses.
 
     Raises:
-        ConfigError: If one of them is none, or may not be used without a key.
+        ConfigError: If one is not an address, or needs a key.
     """
     from fastdecode.wire.zmq.hub import ZmqHub
 
@@ -258,7 +258,7 @@ def check_job(instances: Instances, job: mpi_job.MpiJob) -> InstanceRanks:
 
 
 def _greet_all(reached: _Reached, hello: InstanceHello) -> dict[int, InstanceWelcome]:
-    """Return what those say that are there. Raises WorkerError: If none is."""
+    """Return the welcomes of those that answer. Raises WorkerError: If none does."""
     welcomes, failed = greet(reached.hub, hello, reached.patience_s, reached.unreached)
     if not welcomes:
         raise next(iter(failed.values()))

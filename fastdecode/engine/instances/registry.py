@@ -1,4 +1,4 @@
-"""The connections of a router to its instances: who is there, who is lost, and who comes back.
+"""The connections of a router to its instances, which may be lost and return.
 
 All belong to the router's thread. It waits for instances here, and any thread wakes it.
 """
@@ -147,7 +147,7 @@ def greet(
     """Say hello to all instances but the ``unreached``.
 
     Returns:
-        What those say that answer within ``patience_s``, and why others aren't there.
+        The welcomes of those that answer within ``patience_s``, and the failures of others.
     """
     every = [Greeting(line, hello) for line in hub.connections]
     for number, why in unreached.items():
@@ -323,7 +323,7 @@ class Registry:
                 self._lost[number] = _LostInstance(self._clock() + _TRY_S)
 
     def _look_for(self, number: int, lost: _LostInstance) -> None:
-        """Raises FastDecodeError: If what is there now is of no use."""
+        """Raises FastDecodeError: If what answers is of no use."""
         greeting, now_s = lost.greeting, self._clock()
         if greeting is None:
             if now_s >= lost.try_s:

@@ -55,14 +55,14 @@ _ORDER: Final = (InstanceRole.PREFILL, InstanceRole.DECODE, InstanceRole.BOTH)
 
 
 def slo_of(limits: str) -> Slo:
-    """Return the SLO that requests are to keep. Raises ConfigError: If it is none."""
+    """Return the SLO that requests are to keep. Raises ConfigError: If it can't be read."""
     return Slo.parse(limits, ATTAINMENT, option="replan_slo")
 
 
 def start_replanning(
     limits: str, router: Router, token_bytes: int, tell: Callable[[str], None]
 ) -> Replanner:
-    """Return what watches a router's requests from now on. Close it when done."""
+    """Return what watches a router's requests. Close it when done."""
     watch = TrafficWatch(slo_of(limits), WatchRules(), time.monotonic())
     replanner = Replanner(router, watch, token_bytes, tell)
     router.observe = replanner.observe

@@ -34,7 +34,7 @@ class RequestStage(Enum):
 
 @dataclass
 class _Output:
-    """What a sequence has said: in one run, or in all."""
+    """Reported output of a sequence, over all runs."""
 
     token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
@@ -53,7 +53,7 @@ class InstanceRun:
     asked: Request
     instance: int
     num_tokens: dict[int, int] = field(default_factory=dict)
-    """Tokens and characters that each sequence has said here."""
+    """Tokens and characters of each sequence from this run."""
     num_chars: dict[int, int] = field(default_factory=dict)
     over: set[int] = field(default_factory=set)
     """Sequences that are over."""
@@ -110,7 +110,7 @@ class RoutedRequest:
     """Where its prompt is run, or kept."""
     decoding: InstanceRun | None = None
     sources: tuple[KVSource, ...] = ()
-    """Of its whole prompt."""
+    """Sources of its whole prompt."""
     borrowing: Borrowing | None = None
     borrowed: tuple[KVSource, ...] = ()
     """Sources of its prompt's first tokens."""
@@ -118,7 +118,7 @@ class RoutedRequest:
     """Why the first instance that failed it did. None if none has."""
     said: list[_Output] = field(init=False)
     prompt_blocks: BlockChain | None = None
-    """Of its prompt. None until it is looked up what is kept of it."""
+    """Blocks of its prompt. None until kept ones are looked up."""
     arrived_s: float = field(default_factory=time.monotonic)
     first_s: float | None = None
     """When its first token came, and its last so far."""

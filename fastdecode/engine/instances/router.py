@@ -172,8 +172,8 @@ class Router:
         return routed is not None
 
     def cancel_waiting(self, among: Container[str] | None = None) -> list[str]:
-        """Forget the requests, ``among`` these or all, that no instance has and of which nothing
-        was said. Return their ids."""
+        """Forget the requests, ``among`` these or all, that no instance has and that have no
+        output. Return their ids."""
         waiting = [
             request_id
             for request_id, routed in self.by_request.items()
@@ -355,7 +355,7 @@ class Router:
     # Requests, to instances and back.
 
     def _set_open(self) -> None:
-        """Have the dispatcher know what each instance can be given."""
+        """Tell the dispatcher what each instance can be given."""
         for client, queue, room in zip(
             self.clients, self.dispatcher.prefill, self.dispatcher.decode, strict=True
         ):
@@ -367,7 +367,7 @@ class Router:
             queue.own_room = room if client.role is InstanceRole.BOTH else None
 
     def _wait(self, routed: RoutedRequest, *, is_first: bool) -> None:
-        """Have a request wait for an instance that does all of it that is left."""
+        """Queue a request for an instance that does all of it that is left."""
         routed.stage = RequestStage.WAITING
         self._do(self.dispatcher.resumed(routed.job, is_first=is_first))
 

@@ -240,7 +240,7 @@ class InstanceServer:
         listener: Hub where controllers connect.
         service: Runs the engine. It is open.
         running: What it runs.
-        welcome: What is said to controllers.
+        welcome: The answer to controllers.
         only_once: End when the first controller is gone, or any other peer of the listener.
     """
 
@@ -264,7 +264,7 @@ class InstanceServer:
         self._server: EngineServer | None = None
         """Serves the present controller."""
         self._ready: EngineServer | None = None
-        """The latest for which the engine is ready, and the latest that has said so."""
+        """The latest for which the engine is ready, and the latest that has sent the welcome."""
         self._welcomed: EngineServer | None = None
         self._is_ending = False
 
@@ -285,7 +285,7 @@ class InstanceServer:
         return None
 
     def end(self) -> None:
-        """Have it end soon. Thread-safe, and for a signal's handler."""
+        """Ask it to end. Thread-safe, and for a signal's handler."""
         self._is_ending = True
 
     def _receive(self) -> None:

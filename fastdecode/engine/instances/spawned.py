@@ -97,7 +97,7 @@ def spawn(
 def _start(
     process: subprocess.Popen[bytes], asked: Mapping[str, Any], tell: Callable[[str], None]
 ) -> str:
-    """Have a process that has booted be an instance. Return its address."""
+    """Make a process that has booted an instance. Return its address."""
     name = f"instance {asked['name']}"
     assert process.stdin is not None and process.stdout is not None
     with process.stdout, contextlib.suppress(BrokenPipeError):
