@@ -74,8 +74,8 @@ class ExportServer(threading.Thread):
         self._whose = name
         self._worker = worker
         self._inside = _Inside(self._listener.wake)
-        self._within: dict[int, InprocConnection[ToRWorker, FromRWorker]] = {}
-            self._outside: dict[int, Connection[FromRWorker, ToRWorker]] = {}
+        self._within: dict[int, InprocConnection[ToRWorker, FromRWorker]] = {}  # by reader
+        self._outside: dict[int, Connection[FromRWorker, ToRWorker]] = {}
         """By its number within."""
         self._is_closing = False
 
