@@ -32,10 +32,8 @@ _PART: Final = ".part"  # suffix of a file that is not whole yet
 class Merged:
     num_answers: int
     num_failed: int  # answers that are errors
-    num_missing: int
-    """Lines of the outputs' shards without an answer."""
-    missing_shards: int
-    """Shards without an output."""
+    num_missing: int  # lines of the outputs' shards without an answer
+    missing_shards: int  # shards without an output
 
 
 def merge(
