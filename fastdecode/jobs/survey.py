@@ -79,7 +79,7 @@ class Survey:
         return ConfigError(
             f"{len(self.bad)} of the {self.num_in_file} lines of {source} are bad; nothing was "
             f"run:{shown}{more}\n"
-            f"mend them, or have each answered with its error by --on-error skip",
+            f"correct them, or have each answered with its error: --on-error skip",
             code="invalid_input",
         )
 
