@@ -27,7 +27,7 @@ MOST_LINES = {
     "fastdecode/server": 2934,
     "fastdecode/text": 3541,
     "fastdecode/wire": 5113,
-    "rworker": 9933,
+    "rworker": 9911,
     "sworker": 12462,
     "cpu_kernels": 6509,
     "cost_model": 7142,
