@@ -28,6 +28,7 @@ from typing import Any, Final, TypeAlias, Union, get_args
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fastdecode.core import errors
@@ -55,6 +56,7 @@ KINDS: Final[dict[int, type[Message]]] = {
     for kind in get_args(union)
 }
 """All messages of the protocol, by their numbers."""
+_PADDING: Final = bytes(ALIGNMENT)
 NOTHING: Final[Array] = np.zeros(0, np.uint8)
 _NO_FRAMES: Final[Iterator[Any]] = iter(())
 
@@ -111,14 +113,24 @@ class Frame(msgspec.Struct, frozen=True, eq=False):
     body_bytes: int
     num_bytes: int  # in one piece
 
-    def write(self, out: memoryview) -> None:
-        """Write head and body in one piece into bytes [num_bytes]. Padding stays as it was."""
-        out[: len(self.head)] = self.head
-        if self.body_bytes:
-            self.write_body(out, self.num_bytes - self.body_bytes)
+    def in_one_piece(self) -> bytes:
+        """Return head and body."""
+        if not self.body_bytes:
+            return self.head
+        parts: list[Any] = [self.head]
+        at = len(self.head)
+        for array in self.arrays:
+            parts += _PADDING[: -at % ALIGNMENT], array
+            at = array.nbytes
+        try:
+            return b"".join(parts)
+        except TypeError:  # an array isn't contiguous, and a check takes time
+            arrays = [np.ascontiguousarray(array) for array in self.arrays]
+            return replace(self, arrays=arrays).in_one_piece()
 
-    def write_body(self, out: memoryview, at: int = 0) -> None:
-        """Copy the arrays into bytes [at + body_bytes]. ``at`` is a multiple of ``ALIGNMENT``."""
+    def write_body(self, out: memoryview) -> None:
+        """Copy the arrays into bytes [body_bytes]. Padding stays as it was."""
+        at = 0
         for array in self.arrays:
             end = at + array.nbytes
             if end > at:

@@ -83,9 +83,9 @@ job = join()
 if job.rank == int(sys.argv[1]):
     raise RuntimeError("a mistake")
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.mpi.hub import RWorkerHub, connect_stage
+from fastdecode.wire.mpi.hub import r_worker_hub, connect_stage
 from fastdecode.wire.mpi.ranks import StageRanks
-hub = RWorkerHub(job) if job.rank else connect_stage(job, StageRanks(1), 0, range(1, job.size))[0]
+hub = r_worker_hub(job) if job.rank else connect_stage(job, StageRanks(1), 0, range(1, job.size))[0]
 try:
     hub.receive_any(60.0)
 except WorkerError as error:

@@ -17,7 +17,6 @@ from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.setup.transport import shares_thread
 from fastdecode.schedule.times import MeasuredTimes
-from fastdecode.wire.mpi import job as mpi_job
 
 
 def make_service(
@@ -51,10 +50,7 @@ def make_service(
         from fastdecode.engine.setup.launch import RunningEngine
         from sworker.kernels.threads import end_own_threads
 
-    # An engine may have no thread of its own where MPI takes calls of the thread
-    # alone that joined.
-    own_thread = not mpi_job.takes_calls_of_one_thread()
     make = partial(RunningEngine, config, progress, trace, times, session)
-    if computes_alone and own_thread and not is_spinning_chosen(os.environ):
+    if computes_alone and not is_spinning_chosen(os.environ):
         return EngineService(make, in_callers_thread=end_own_threads)
-    return EngineService(make, own_thread=own_thread)
+    return EngineService(make)

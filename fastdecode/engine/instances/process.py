@@ -30,8 +30,8 @@ from rworker.transfers.export_server import ExportServers, RankExports
 
 if TYPE_CHECKING:
     from fastdecode.engine.instances.connections import FromInstance
+    from fastdecode.wire.mpi.connection import MpiJob
     from fastdecode.wire.mpi.hub import MpiHub
-    from fastdecode.wire.mpi.job import MpiJob
     from fastdecode.wire.mpi.ranks import InstanceRanks
 
 _REFUSED = ("prompt_pp", "tp")
@@ -114,8 +114,8 @@ def serve_instance_rank(config: EngineConfig, tell: Callable[[str], None]) -> bo
     job = join()
     ranks = check_job(config.instances, job)
     number = ranks.instance_of(job.rank)
-    # Peers to say goodbye to, however far this rank gets.
-    job.peers.update(set(ranks.s_ranks(number)) - {job.rank}, ranks.r_ranks(number))
+    stages = ranks.stages[number]
+    job.peers.update(range(stages.first, stages.end))  # however far this rank gets
     role = config.instances.placed[number].role
     own = _with_role(config.of_instance(number), role)
     if config.instances.replan_slo is not None:  # then any of them may come to run prompts
@@ -138,7 +138,7 @@ def _colocation(
     with contextlib.suppress(ConfigError):  # the engine's start refuses that device
         if choose_device(own.s_part.device, place).type == "cuda":
             num_here = 1  # it has that one to itself
-    stages = ranks.stages(ranks.instance_of(job.rank))
+    stages = ranks.stages[ranks.instance_of(job.rank)]
     return Colocation(exports, f"rank {job.rank} on {job.host}", num_here, role, place, stages)
 
 
@@ -148,10 +148,9 @@ def _lead_instance(
     """The first S-worker of an instance: it serves the controller. See
     ``serve_instance_rank``."""
     from fastdecode.wire.mpi.hub import CONTROL_LINE, MpiHub
-    from fastdecode.wire.mpi.job import wait_for_end
 
     kinds = frozenset(get_args(ToInstance))
-    hub: MpiHub[FromInstance, ToInstance] = MpiHub(job, kinds, gives_signs=True, is_hurried=False)
+    hub: MpiHub[FromInstance, ToInstance] = MpiHub(job, kinds, is_hurried=False)
     hub.connect(S_RANK, "the controller (rank 0)", line=CONTROL_LINE)
     name = colocation.name
     try:
@@ -163,7 +162,7 @@ def _lead_instance(
     if broken is not None:
         tell(f"instance {name} ends: {broken}")
     hub.close()
-    return wait_for_end(job)
+    return job.wait_for_end()
 
 
 def _serve_controller(
@@ -189,7 +188,6 @@ def _follow_leader(
     first of its stage. See ``serve_instance_rank``."""
     from fastdecode.engine.setup.ranks import mirror_leader
     from fastdecode.engine.setup.stage_ranks import serve_stage
-    from fastdecode.wire.mpi.job import wait_for_end
 
     assert colocation.ranks is not None
     _share_cores(colocation)
@@ -201,7 +199,7 @@ def _follow_leader(
             serve_stage(own, resolve, colocation)
     except FastDecodeError as error:
         tell(f"S-worker {colocation.name} of an instance ends: {error}")
-    return wait_for_end(job)  # the other instances continue
+    return job.wait_for_end()  # the other instances continue
 
 
 def _make(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from fastdecode.core.config.instances import Instances
-from fastdecode.core.errors import ConfigError, Given, WorkerError
+from fastdecode.core.errors import WorkerError
 from fastdecode.engine.instances.connections import FromInstance, greet_together
 from fastdecode.engine.stages.links import LOADING_TIMEOUT_S
 from fastdecode.wire.instances import (
@@ -16,8 +16,8 @@ from fastdecode.wire.instances import (
     ToInstance,
 )
 from fastdecode.wire.messages import Failed
+from fastdecode.wire.mpi.connection import MpiJob
 from fastdecode.wire.mpi.hub import CONTROL_LINE, MpiHub
-from fastdecode.wire.mpi.job import MpiJob
 from fastdecode.wire.mpi.ranks import InstanceRanks, link_address
 
 
@@ -25,12 +25,6 @@ def check_job(instances: Instances, job: MpiJob) -> InstanceRanks:
     """Which rank is whose. Raises ConfigError: they can't be this job's."""
     ranks = InstanceRanks(instances.placed)
     ranks.check(job.size)
-    if not job.threads_may_take_turns:
-        raise ConfigError(
-            Given("instances"),
-            f" need an MPI that lets threads take turns, and {job.library} doesn't: use another, "
-            "or instances at addresses",
-        )
     return ranks
 
 
@@ -47,10 +41,10 @@ class RankHub(MpiHub[ToInstance, FromInstance]):
     """
 
     def __init__(self, job: MpiJob, instances: Instances, silence_s: float) -> None:
-        leaders = check_job(instances, job).leaders
+        leaders = [each.first for each in check_job(instances, job).stages]
         self.names: Sequence[str] = tuple(map(link_address, leaders))
         kinds = frozenset([*get_args(InstanceSays), Failed])
-        super().__init__(job, kinds, takes_signs=True, silence_s=silence_s, is_hurried=False)
+        super().__init__(job, kinds, silence_s=silence_s, is_hurried=False)
         for rank in leaders:
             self.connect(rank, f"instance rank {rank}", line=CONTROL_LINE)
 
