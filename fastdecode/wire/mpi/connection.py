@@ -344,9 +344,10 @@ class MpiJob:
 
     def claim(self) -> None:
         """Give connections that others have opened to the hub that they greet."""
-        for connection in list(self._unclaimed) if self.acceptor is not None else ():
+        acceptor = self.acceptor
+        for connection in list(self._unclaimed) if acceptor is not None else ():
             is_here = connection.inbox and self._is_done(connection.inbox[0][0], connection.rank)
-            if is_here and self.acceptor.accept(connection, connection.inbox[0][1]):
+            if is_here and acceptor.accept(connection, connection.inbox[0][1]):
                 self._unclaimed.remove(connection)
 
     def advance(self) -> None:

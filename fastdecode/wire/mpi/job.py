@@ -95,7 +95,16 @@ def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJ
             _initialize(mpi)
         mpi.COMM_WORLD.Set_errhandler(mpi.ERRORS_RETURN)
         library = mpi.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
-        check_size(mpi.COMM_WORLD.size, launched, library)
+        if mpi.COMM_WORLD.size != launched:  # its processes all believe that they are alone
+            beside = Path(sys.executable).with_name("mpirun")
+            found = beside if beside.exists() else shutil.which("mpirun")
+            raise ConfigError(
+                f"the launcher started {launched} ranks, but {library} sees {mpi.COMM_WORLD.size}: "
+                "the launcher belongs to another MPI than the library that mpi4py loaded. Use "
+                f"{found or 'the mpirun of that library'}, or install mpi4py for your "
+                "launcher's MPI",
+                code="mpi_launcher_mismatch",
+            )
         if launched < min_ranks:
             raise ConfigError(
                 f"{launched} MPI rank(s) started, {min_ranks} are needed: rank 0 is the S-worker, "
@@ -145,24 +154,6 @@ def _initialize(mpi: Any) -> None:
     elif init_thread(None, None, level, ctypes.byref(ctypes.c_int())):
         time.sleep(2 * _LOOK_S)  # the watch is about to name a rank that has ended
         _end_job("the MPI job can't begin: MPI_Init failed, as MPI's own output says")
-
-
-def check_size(size: int, launched: int, library: str) -> None:
-    """Refuse a launcher that speaks another MPI's dialect: its processes all believe that they
-    are alone.
-
-    Raises:
-        ConfigError: If the library doesn't see as many ranks as were launched.
-    """
-    if size != launched:
-        beside = Path(sys.executable).with_name("mpirun")
-        found = beside if beside.exists() else shutil.which("mpirun")
-        raise ConfigError(
-            f"the launcher started {launched} ranks, but {library} sees {size}: the launcher "
-            "belongs to another MPI than the library that mpi4py loaded. Use "
-            f"{found or 'the mpirun of that library'}, or install mpi4py for your launcher's MPI",
-            code="mpi_launcher_mismatch",
-        )
 
 
 def joined_at_last(*, wanted: bool) -> bool:
