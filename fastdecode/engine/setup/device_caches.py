@@ -19,7 +19,7 @@ from fastdecode.engine.step.swapped import LaneExecutor, SwappedLanes
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, ToRWorker
-from fastdecode.wire.transport import HubBehind, SoleHub
+from fastdecode.wire.transport import JoinedHub, PolledHub
 from rworker.tiers.disk import Disk
 from rworker.transfers.neighbours import Neighbourhood, ThreadNeighbours
 from rworker.worker import start_worker_thread
@@ -81,7 +81,7 @@ def _reached(
     if keeper is not None:
         return _with_keepers(devices, attention, keeper, prefix)
     return Reached(
-        SoleHub(workers[0]) if len(workers) == 1 else HubBehind(workers),
+        PolledHub(workers),
         lambda lost, timeout_s: _close_all(workers),
         kind=HolderKind.DEVICE,
         answers_at_once=True,
@@ -122,7 +122,7 @@ def _with_keepers(
 
     places = range(len(devices))
     return Reached(
-        HubBehind(devices, hub),
+        JoinedHub(PolledHub(devices), hub),
         close,
         kind=HolderKind.DEVICE,
         answers_at_once=True,

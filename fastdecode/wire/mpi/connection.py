@@ -344,10 +344,11 @@ class MpiJob:
 
     def claim(self) -> None:
         """Give connections that others have opened to the hub that they greet."""
-        acceptor = self.acceptor
-        for connection in list(self._unclaimed) if acceptor is not None else ():
+        if self.acceptor is None:
+            return
+        for connection in list(self._unclaimed):
             is_here = connection.inbox and self._is_done(connection.inbox[0][0], connection.rank)
-            if is_here and acceptor.accept(connection, connection.inbox[0][1]):
+            if is_here and self.acceptor.accept(connection, connection.inbox[0][1]):
                 self._unclaimed.remove(connection)
 
     def advance(self) -> None:

@@ -18,7 +18,7 @@ from fastdecode.wire.mpi.ranks import S_RANK, StageRanks, link_address
 from fastdecode.wire.stages import FromStage, StageMessage, stage_name
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import PeerLostError, ReceiveT, SendT, closed_error, timeout_error
-from fastdecode.wire.waiting import T, look_until_found
+from fastdecode.wire.waiting import T, look_until_found, sleep_precisely
 
 TO_R_WORKER: Final = frozenset(get_args(ToRWorker))
 FROM_R_WORKER: Final = frozenset(get_args(FromRWorker))
@@ -64,6 +64,8 @@ class MpiHub(Generic[SendT, ReceiveT]):
         self._woken = None if is_hurried else threading.Event()
         self.on_left: Final[Callable[[], object]] = job.on_left if is_hurried else lambda: None
         """To be called when the caller does something else."""
+        if is_hurried:
+            sleep_precisely()
         if accepts:
             with job.lock:
                 job.acceptor = self
