@@ -58,7 +58,6 @@ KINDS: Final[dict[int, type[Message]]] = {
 """All messages of the protocol, by their numbers."""
 _PADDING: Final = bytes(ALIGNMENT)
 NOTHING: Final[Array] = np.zeros(0, np.uint8)
-_NO_FRAMES: Final[Iterator[Any]] = iter(())
 
 
 def aligned(num_bytes: int) -> int:
@@ -185,13 +184,19 @@ class Codec:
 
     Args:
         receives: Kinds of messages that the peer may send.
+        take: Gives memory to join the frames of an array in.
     """
 
-    def __init__(self, receives: Iterable[type[Message]] = KINDS.values()) -> None:
+    def __init__(
+        self,
+        receives: Iterable[type[Message]] = KINDS.values(),
+        take: Callable[[int], Array] = np.empty,
+    ) -> None:
         self._receives = frozenset(receives)
         self._arrays: list[Array] = []
         self._body, self._at, self._end = NOTHING, 0, 0
-        self._frames, self._take = _NO_FRAMES, np.empty
+        self._frames: Iterator[Any] = iter(())
+        self._take = take
         self._encode = msgspec.msgpack.Encoder(enc_hook=self._encode_value).encode
         long = [kind for kind in self._receives if kind.is_long]
         self._decode = self._decoder([*self._receives, Long] if long else self._receives)
@@ -224,14 +229,10 @@ class Codec:
         return Frame(head, arrays, body_bytes, piece_bytes(len(head), body_bytes))
 
     def decode(
-        self,
-        head: Array | memoryview,
-        body: Array = NOTHING,
-        frames: Sequence[Any] = (),
-        take: Callable[[int], Array] = np.empty,
+        self, head: Array | memoryview, body: Array = NOTHING, frames: Sequence[Any] = ()
     ) -> Message:
         """Decode a message in one piece, or its head and a body, or its head and arrays in frames,
-        one or several each. Arrays are views of these, or of what ``take`` gives to join frames in.
+        one or several each. Arrays are views of these.
 
         Raises:
             ProtocolError: If this side does not receive such a message.
@@ -247,7 +248,7 @@ class Codec:
                 f"{body_bytes} were announced"
             )
         self._body, self._at, self._end = body, start, len(body)
-        self._frames, self._take = iter(frames) if frames else _NO_FRAMES, take
+        self._frames = iter(frames)
         try:
             message: Message = self._read(view[_PREFIX.size : head_bytes], self._decode)
             if type(message) is Long:
@@ -255,7 +256,7 @@ class Codec:
                 message = self._read(message.fields.data, self._decode_long)
             return message
         finally:
-            self._body, self._frames = NOTHING, _NO_FRAMES
+            self._body, self._frames = NOTHING, iter(())
 
     def _read(self, fields: memoryview, decode: Callable[[Any], Any]) -> Any:
         """Return the message with these fields, whose arrays take the whole body."""
@@ -316,6 +317,6 @@ class Codec:
         if came != num_bytes:
             raise ValueError("its arrays go beyond its body, or do not fit its frames")
         if len(parts) < 2:
-            return parts[0] if parts else NOTHING
+            return parts[0]
         buffers = [np.frombuffer(part, np.uint8) for part in parts]
         return np.concatenate(buffers, out=self._take(num_bytes))

@@ -15,13 +15,7 @@ from typing import Any, Final, Generic, TypeAlias
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.transport import (
-    PeerLostError,
-    ReceiveT,
-    SendT,
-    closed_error,
-    timeout_error,
-)
+from fastdecode.wire.transport import PeerLostError, ReceiveT, SendT, closed_error, timeout_error
 
 
 class InprocConnection(Generic[SendT, ReceiveT]):

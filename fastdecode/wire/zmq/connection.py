@@ -26,13 +26,7 @@ from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.codec import MAX_HEAD_BYTES, Codec
 from fastdecode.wire.messages import Message
 from fastdecode.wire.traits import Role
-from fastdecode.wire.transport import (
-    CLOSED,
-    PeerLostError,
-    closed_error,
-    timeout_error,
-    unreadable,
-)
+from fastdecode.wire.transport import CLOSED, PeerLostError, closed_error, timeout_error, unreadable
 from fastdecode.wire.zmq.keys import ClusterKey, Socket
 
 T = TypeVar("T")
@@ -95,8 +89,8 @@ class ZmqConnection:
         self._asked_s = time.monotonic()
         self._end: WorkerError | None = None
         self._hub = hub
-        self._codec = Codec(hub.receives)
         self.pool = BufferPool()
+        self._codec = Codec(hub.receives, self.pool.take)
         hub.made.add(self)
 
     @property
@@ -151,8 +145,7 @@ class ZmqConnection:
                     self._end = closed_error(self.peer, by_peer=True)
                 elif len(head) > 1:  # or it was asked if it is there
                     try:
-                        take = self.pool.take
-                        return self._codec.decode(head.buffer, frames=arrays, take=take)
+                        return self._codec.decode(head.buffer, frames=arrays)
                     except ProtocolError as error:
                         broken = f"{self.peer} broke the protocol: {error}"
                         self._end = WorkerError(broken, code=error.code)

@@ -22,14 +22,7 @@ from fastdecode.core.os_errors import explained
 from fastdecode.wire.blocks import DescribeExport
 from fastdecode.wire.codec import NAME, Codec, kind_of, read_prefix
 from fastdecode.wire.instances import InstanceHello
-from fastdecode.wire.messages import (
-    Failed,
-    FromRWorker,
-    Hello,
-    Inspect,
-    Message,
-    ToRWorker,
-)
+from fastdecode.wire.messages import Failed, FromRWorker, Hello, Inspect, Message, ToRWorker
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.zmq.connection import (
     DEFAULT_SILENCE_S,
