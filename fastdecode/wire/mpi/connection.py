@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.wire.buffers import BufferPool, in_one_array
-from fastdecode.wire.codec import ALIGNMENT, MAX_BODY_BYTES, MAX_HEAD_BYTES, Array
+from fastdecode.wire.codec import ALIGNMENT, MAX_BODY_BYTES, Array
 from fastdecode.wire.messages import Failed, Message
 from fastdecode.wire.mpi.job import load_mpi
 from fastdecode.wire.mpi.ranks import S_RANK
@@ -44,7 +44,7 @@ else:
 
 logger = logging.getLogger(__name__)
 
-_INLINE_BYTES: Final = MAX_HEAD_BYTES  # a message of up to this size travels in one piece
+_INLINE_BYTES: Final = 1 << 16  # a message of up to this size travels in one piece
 _GOODBYE, _SIGN, _TEXT = range(3)
 _LINES: Final = range(16, 32_000, 2)
 """Lines that the side that opens a connection chooses from. Lower ones are fixed."""
@@ -94,7 +94,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             self.job.let_go()
             if self.is_closed or self.is_gone:
                 raise closed_error(self.peer, by_peer=not self.is_closed)
-            if frame.num_bytes <= _INLINE_BYTES:
+            if frame.num_bytes <= _INLINE_BYTES or not frame.body_bytes:
                 self.job.isend(self.rank, self.line, frame.in_one_piece())
             else:
                 self.job.isend(self.rank, self.line + 1, frame.head)
