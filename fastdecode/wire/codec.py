@@ -317,6 +317,6 @@ class Codec:
         if came != num_bytes:
             raise ValueError("its arrays go beyond its body, or do not fit its frames")
         if len(parts) < 2:
-            return parts[0]
+            return parts[0] if parts else NOTHING
         buffers = [np.frombuffer(part, np.uint8) for part in parts]
         return np.concatenate(buffers, out=self._take(num_bytes))
