@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from struct import Struct as Packer
 from typing import Any, Final, TypeAlias, Union, get_args
@@ -190,7 +190,7 @@ class Codec:
     def __init__(
         self,
         receives: Iterable[type[Message]] = KINDS.values(),
-        take: Callable[[int], Array] = np.empty,
+        take: Callable[[int], Array] = partial(np.empty, dtype=np.uint8),
     ) -> None:
         self._receives = frozenset(receives)
         self._arrays: list[Array] = []
