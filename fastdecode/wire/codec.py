@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
 from struct import Struct as Packer
 from typing import Any, Final, TypeAlias, Union, get_args
@@ -184,13 +184,13 @@ class Codec:
 
     Args:
         receives: Kinds of messages that the peer may send.
-        take: Gives memory to join the frames of an array in.
+        take: Gives memory to join the frames of an array in. None for fresh memory.
     """
 
     def __init__(
         self,
         receives: Iterable[type[Message]] = KINDS.values(),
-        take: Callable[[int], Array] = partial(np.empty, dtype=np.uint8),
+        take: Callable[[int], Array] | None = None,
     ) -> None:
         self._receives = frozenset(receives)
         self._arrays: list[Array] = []
@@ -319,4 +319,4 @@ class Codec:
         if len(parts) < 2:
             return parts[0] if parts else NOTHING
         buffers = [np.frombuffer(part, np.uint8) for part in parts]
-        return np.concatenate(buffers, out=self._take(num_bytes))
+        return np.concatenate(buffers, out=None if self._take is None else self._take(num_bytes))
