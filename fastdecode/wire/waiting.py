@@ -53,6 +53,6 @@ def look_until_found(
 
 
 def sleep_precisely() -> None:
-    """Have sleeps of this thread end in time. Linux makes each 50 us longer by default."""
+    """End sleeps of this thread in time. Linux makes each 50 us longer by default."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _SLACK_NS, 0, 0, 0)

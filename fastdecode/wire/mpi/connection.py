@@ -196,7 +196,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self.note_ready()
 
     def note_ready(self) -> None:
-        """Have the hub look at it if there is something to receive."""
+        """Queue it at the hub if there is something to receive."""
         is_due = self.index is not None and self.is_open and (self.inbox or self.end is not None)
         if is_due and self not in self.hub.ready:
             self.hub.ready.append(self)
@@ -232,7 +232,7 @@ class MpiJob:
         """Ranks that were given up though MPI has not reported them dead."""
         self.dead: Final[set[int]] = set()  # ranks that MPI says have died
         self.left_s: Final[dict[int, float]] = {}
-        """When each rank that isn't there any more has left or died."""
+        """When each rank that is gone has left or died."""
         self.heard_s: Final[dict[int, float]] = {}  # when each rank last gave a sign of life
         self._unclaimed: list[MpiConnection[Any, Any]] = []
         self._status = MPI.Status()
@@ -357,7 +357,7 @@ class MpiJob:
                 del self.connections[place]
 
     def on_left(self) -> None:
-        """Have the pump look after what is under way: the caller does something else."""
+        """Wake the pump, which moves what is under way: the caller does something else."""
         self._left_s = time.monotonic()
         if self._rests:
             self._woken.set()
