@@ -202,7 +202,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             self.hub.ready.append(self)
 
     def _drop_inbox(self) -> None:
-        """Receive what is under way for nobody."""
+        """Receive what is under way without reading it."""
         self.job.in_flight.extend((*piece[:2], self.rank) for piece in self.inbox)
         self.inbox.clear()
 
@@ -226,7 +226,7 @@ class MpiJob:
         self.lock: Final = threading.RLock()
         self.connections: Final[dict[tuple[int, int], MpiConnection[Any, Any]]] = {}
         self.in_flight: Final[deque[tuple[MPI.Request, Any, int]]] = deque()
-        """Pieces that were sent, or are received for nobody, and their ranks."""
+        """Pieces that were sent, or are received and not read, and their ranks."""
         self.peers: Final[set[int]] = set()  # ranks that wait for this one's goodbye, beside rank 0
         self.hanging: Final[set[int]] = set()
         """Ranks that were given up though MPI has not reported them dead."""
