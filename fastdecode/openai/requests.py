@@ -115,21 +115,17 @@ class BodyRequest:
     params: SamplingParams
     is_chat: bool
     model: str | None = None
-    want_token_ids: bool = False
-    """Answer with the tokens' ids, too."""
+    want_token_ids: bool = False  # answer with the tokens' ids, too
     stream: StreamOptions | None = None
     """How to answer token by token. None to answer at once."""
     cache: CacheUse = SHARED
-    conversation_id: str | None = None
-    """The conversation that the prompt continues."""
-    format_field: str | None = None
-    """The field of the body that says what the answer must look like."""
+    conversation_id: str | None = None  # the conversation that the prompt continues
+    format_field: str | None = None  # the field that says what the answer must look like
     answer_format: AnswerFormat | None = None
     """What a chat's answer may have besides plain text. None if nothing."""
     echo: Mapping[str, Any] | None = None
     """What a response repeats of its request. None if it isn't for a response."""
-    line_id: str | int = ""
-    """The id of the line that has the body, in a file of lines."""
+    line_id: str | int = ""  # the id of the line that has the body, in a file of lines
 
     @property
     def prompt_field(self) -> str:
@@ -141,10 +137,8 @@ class BodyRequest:
 
 @dataclass(frozen=True)
 class StreamOptions:
-    include_usage: bool = False
-    """Send the usage in a chunk of its own at the end."""
-    continuous_usage: bool = False
-    """Send the usage so far in every chunk."""
+    include_usage: bool = False  # in a chunk of its own at the end
+    continuous_usage: bool = False  # in every chunk, so far
 
 
 @dataclass(frozen=True)
@@ -320,7 +314,7 @@ def _stream(body: dict[str, Any]) -> StreamOptions | None:
 
 
 def _refuse_unsupported(body: dict[str, Any], url: str, also: Sequence[str]) -> None:
-    """Raise BodyError if a field is unknown, but for ``also``, or asks for what isn't supported."""
+    """Raise BodyError for unknown and unsupported fields. Those in ``also`` are allowed."""
     asks_nothing: Mapping[str, Sequence[object]] = {
         "best_of": [body.get("n") or 1],
         # Prompts have them, chats have what the template writes.

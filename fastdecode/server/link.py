@@ -107,11 +107,8 @@ class Packing:
     def __init__(self) -> None:
         self._codec = Codec(get_args(ServerMessage))
 
-    def packed(self, message: ServerMessage) -> bytearray:
-        frame = self._codec.encode(message)
-        raw = bytearray(frame.num_bytes)
-        frame.write(memoryview(raw))
-        return raw
+    def packed(self, message: ServerMessage) -> bytes:
+        return self._codec.encode(message).in_one_piece()
 
     def parsed(self, raw: bytes) -> ServerMessage:
         """Raises: ProtocolError: If these bytes are not a message."""
@@ -185,7 +182,7 @@ class AsyncChannel:
             self._writer.write(_LENGTH.pack(len(raw)) + raw)
 
     async def receive(self) -> ServerMessage | None:
-        """Return the next message, or None if the other end is gone. Raises ProtocolError, too."""
+        """Return the next message, or None at the end. Raises ProtocolError: If unreadable."""
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if not 0 <= length <= MAX_MESSAGE_BYTES:
