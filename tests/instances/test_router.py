@@ -76,7 +76,9 @@ class Scripted(EngineClient):
         request, told = self.asked[name], []
         if request.sources and "fetched" not in self._told[name]:
             self._told[name].add("fetched")
-            return [Delta(name, 0, has_fetched=True)]
+            self.num_borrowed += not request.sources[0].is_held
+            has_failed = random.Random(name).random() < 0.3
+            return [Delta(name, 0, has_fetched=True, fetch_failed=has_failed)]
         for index, count in self._drawn[name].items():
             tokens = answer(request, index)
             limit = len(request.drawn.get(index, ())) + 1 if request.hands_over else len(tokens)
@@ -90,6 +92,10 @@ class Scripted(EngineClient):
                 token_ids = tuple(tokens[first : count + 1])
                 told.append(Delta(name, index, text[before:], token_ids, finish_reason=reason))
                 self._drawn[name][index] += 1
+                num_kept = len(request.prompt_token_ids) // BLOCK_SIZE * BLOCK_SIZE
+                if is_over and num_kept:
+                    kept = replace(SOURCE, num_tokens=num_kept, is_held=False)
+                    told.insert(0, Delta(name, index, sources=(kept,)))
         if request.hands_over and "offered" not in self._told[name]:
             self._told[name].add("offered")
             if any(len(answer(request, i)) > 1 for i in range(request.params.n)):
