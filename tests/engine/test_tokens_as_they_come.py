@@ -25,7 +25,7 @@ from fastdecode import LLM, PromptRequest, SamplingParams
 from fastdecode.core.delta import OutputFold
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.sequence import RequestOutput
-from fastdecode.engine.instances import cluster
+from fastdecode.engine.instances import opening
 from fastdecode.engine.service import EngineService
 
 VOCAB = 400
@@ -191,7 +191,7 @@ def test_an_interrupt_at_any_moment_leaves_the_llm_usable(
 ) -> None:
     if not own_thread:
         waits = lambda make, **_: EngineService(make, own_thread=False)  # noqa: E731
-        monkeypatch.setattr(cluster, "EngineService", waits)
+        monkeypatch.setattr(opening, "EngineService", waits)
     asked = prompts((20, 3, 7, 11), seed=1)
     params = [
         SamplingParams(temperature=0.9, seed=i, max_tokens=10 + 9 * i, ignore_eos=True)

@@ -41,11 +41,11 @@ from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
 from fastdecode.wire.instances import InstanceHello, InstanceSays, InstanceWelcome, ToInstance
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
-from fastdecode.wire.mpi import job as mpi_job
+from fastdecode.wire.mpi.connection import MpiJob
+from fastdecode.wire.mpi.job import join
 from fastdecode.wire.mpi.ranks import InstanceRanks, link_address
 
 if TYPE_CHECKING:
-    from fastdecode.wire.mpi.connection import MpiJob
     from fastdecode.wire.zmq.hub import ZmqHub
     from fastdecode.wire.zmq.keys import ClusterKey
 
@@ -230,10 +230,11 @@ def _reach_ranks(config: EngineConfig, opened: contextlib.ExitStack) -> _Reached
     """This process is rank 0. Raises ConfigError: If the job has other ranks than they take."""
     from fastdecode.wire.mpi.hub import CONTROL_LINE, MpiHub
 
-    job = mpi_job.join()
-    leaders = [stages.first for stages in check_job(config.instances, job).stages]
+    job = join()
+    leaders = [each.first for each in check_job(config.instances, job).stages]
     silence_s = config.cluster.worker_silence_s
-    hub: MpiHub[ToInstance, FromInstance] = MpiHub(job, SAYS, silence_s=silence_s, is_hurried=False)
+    hub: MpiHub[ToInstance, FromInstance]
+    hub = MpiHub(job, SAYS, silence_s=silence_s, is_hurried=False)
     opened.callback(hub.close)
     for rank in leaders:
         hub.connect(rank, f"instance rank {rank}", line=CONTROL_LINE)
