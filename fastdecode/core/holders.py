@@ -129,7 +129,7 @@ class KVSource:
     address: Annotated[str, Meta(max_length=1 << 8)]
     """As R-workers call each other."""
     reading: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-    """The right to read them; nobody else has it."""
+    """The right to read them, a secret of its engine."""
     first_token: Annotated[int, Meta(ge=0, le=MAX_SEQUENCE_TOKENS)]
     num_tokens: Annotated[int, Meta(ge=1, le=MAX_SEQUENCE_TOKENS)]
     first_head: Annotated[int, Meta(ge=0, le=MAX_HEADS)]
@@ -145,7 +145,7 @@ class KVSource:
 
     @property
     def end(self) -> int:
-        """The first token that is none of it any more."""
+        """Return the first token behind these."""
         return self.first_token + self.num_tokens
 
 

@@ -82,7 +82,7 @@ class Extension:
         """A holder was asked to open a part."""
 
     def finishing(self, finish: Finish) -> None:
-        """A sequence is over, and its listener does not know yet."""
+        """Take note of a sequence that is over, before its listener does."""
 
     def ran(self, chunks: Sequence[Chunk]) -> None:
         """A step has run these chunks, of sequences that are still wanted. Its

@@ -34,7 +34,7 @@ class Start:
     num_first_tokens: int = 1
     """Tokens that its first step runs."""
     is_handed: bool = False
-    """It is no fork, and starts with blocks that other engines keep."""
+    """It starts with blocks that other engines keep, and not as a fork."""
 
     @property
     def behind_gap(self) -> range:

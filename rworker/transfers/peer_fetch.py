@@ -34,7 +34,7 @@ from rworker.transfers.throttle import Throttle
 logger = logging.getLogger(__name__)
 
 NAMED_WITHIN_S: Final = 1.0
-"""A block is named over another connection than it is read over: it may be named so much later."""
+"""Longest time after which a block is named that is read: both come over own connections."""
 _ASK_AGAIN_S: Final = 5e-3
 _MOST_BYTES: Final = MAX_CHUNK_BYTES - 256  # of K and V; stored rows have padding between them
 _MOST_BLOCKS: Final = 1 << 10
@@ -49,9 +49,9 @@ class _Read:
     layers: range
     heads: range
     places: tuple[int, ...]
-    """Of the job's keys."""
+    """Places of its blocks among the job's keys."""
     num_tokens: int
-    """Of each block."""
+    """Tokens of each block."""
     form: ChunkForm
 
 
@@ -92,7 +92,6 @@ class PeerFetch:
 
     @property
     def is_done(self) -> bool:
-        """See ``Transfer``."""
         return not (self._reads or self._not_named or self._num_due)
 
     def uses(self, address: str) -> bool:
@@ -122,7 +121,6 @@ class PeerFetch:
         return ()
 
     def end(self, reason: str) -> Done:
-        """See ``Transfer``."""
         job = self._order.move
         failed = set(range(len(job.keys))) if reason else job.failed
         if failed:
@@ -222,7 +220,7 @@ class PeerFetch:
             self._miss(replace(read, places=tuple(x for x in read.places if x not in there)))
 
     def _miss(self, read: _Read) -> None:
-        """A source lacks blocks, or has not been told their names yet."""
+        """Note blocks that a source lacks, or whose names it does not know yet."""
         now_s = self._clock()
         if read.source.is_held and now_s - self._began_s < NAMED_WITHIN_S:
             self._not_named.append(read)

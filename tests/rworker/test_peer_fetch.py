@@ -56,7 +56,7 @@ def test_what_is_fetched_is_there_bit_for_bit(kv: KVSpec, num_tokens: int) -> No
 def test_a_source_of_which_anything_is_raised_ends_that_fetch_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What another instance has said of its prompt is no reason to lose an R-worker."""
+    """A wrong address from another instance does not cost an R-worker."""
     hosts, one, other = pair(9)
     one.fill(4, 9, seed=2)
     one.offer(4, 9, seed=2)
@@ -234,7 +234,7 @@ def test_a_pace_is_kept() -> None:
 
 
 class Ticking:
-    """A clock that goes on by itself a little whenever it is read."""
+    """A clock that advances a little whenever it is read."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -1,4 +1,4 @@
-"""Sequences that go on elsewhere, and those that come from there: a lifecycle by itself."""
+"""Sequences that continue elsewhere, and those that come from there: a lifecycle by itself."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sent(told: Iterable[events.Instruction], kind: type[object]) -> list[Send]:
 
 
 def keys_in(told: Iterable[events.Instruction], kind: type[object]) -> list[bytes]:
-    """Keys that holders are told of by messages of this kind."""
+    """Return the keys in messages of this kind."""
     return [key for x in sent(told, kind) for key in keys_of(x.message.keys)]  # type: ignore[union-attr]
 
 
@@ -230,7 +230,7 @@ def test_tokens_that_are_to_be_drawn_again_are_not_fetched() -> None:
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["there", "evicted"])
 def test_borrowed_blocks_need_not_be_there(is_there: bool) -> None:
-    """Of those that another instance may keep, whole blocks are used, and others run."""
+    """Whole blocks that another instance keeps are used, and others run."""
     life = lifecycle(keeps_blocks=True)
     sources = (replace(SOURCES[0], num_tokens=2 * BLOCK_SIZE + 1, is_held=False),)
     prompt = tuple(range(3 * BLOCK_SIZE))

@@ -134,7 +134,7 @@ class Stock:
             index.release([key], self.now_s())
 
     def name_tail(self, part: Part, key: bytes, before: bytes | None, num_tokens: int) -> bool:
-        """Do the same for a sequence that goes on using it. Return False if another block has the
+        """Do the same for a sequence that still uses it. Return False if another block has the
         key."""
         index = self._indices[part.holder]
         if key in index:

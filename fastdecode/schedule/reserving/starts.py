@@ -140,8 +140,8 @@ class Starts:
         return self._with_kept(lane, wish)
 
     def _with_offered(self, lane: Lane, wish: Wish) -> Candidate | None:
-        """Return how the wish can be met with blocks that other engines keep. None: it has to wait
-        for room."""
+        """Return how the wish can be met with blocks that other engines keep. None if it has to
+        wait for room."""
         cache, size = self._ledger.cache, self._ledger.shape.block_size
         num_offered = cache.num_offered(wish.sequence)
         is_held = all(source.is_held for source in wish.sequence.sources)
