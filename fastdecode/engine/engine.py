@@ -126,7 +126,6 @@ class Engine:
         return min([pause_s for pause_s in pauses_s if pause_s], default=0.0)
 
     def figures(self) -> EngineFigures:
-        """What it reports of itself, between two steps."""
         return figures_of(self.stats, self._lifecycle.scheduler, self._fleet)
 
     def give_role(self, role: InstanceRole) -> None:

@@ -357,7 +357,6 @@ class Requests:
         return group
 
     def fail_all(self, error: FastDecodeError) -> None:
-        """End all of them with an error."""
         for request_id in self.ids:
             self.forget(request_id).fail(error)
 

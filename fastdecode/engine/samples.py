@@ -48,7 +48,6 @@ class StepSamples:
 
     @property
     def done(self) -> bool:
-        """Return True if the step is over."""
         return self.goes_ahead or self.drawing is None or self.drawing.done
 
     def wait(self) -> None:

@@ -219,7 +219,6 @@ class EngineService(Generic[T]):
         self._put(partial(self._cancel_waiting, reader))
 
     def cancel_all(self, reader: DeltaQueue, error: FastDecodeError) -> None:
-        """End all requests of a reader with an error."""
         self._put(partial(self._cancel_all, reader, error))
 
     def forgetting(self, reader: DeltaQueue) -> Callable[[], None]:
@@ -341,7 +340,6 @@ class EngineService(Generic[T]):
             )
 
     def _leave(self) -> None:
-        """Close the engine at the end of the process."""
         if os.getpid() == self._pid and self._thread is not None:
             self.ask_to_close()
             self._thread.join(LEAVING_S)
@@ -421,7 +419,6 @@ class EngineService(Generic[T]):
             self._hand_out()
 
     def _step(self) -> None:
-        """Make a step, if it would do anything."""
         stepped = self.has_work
         began_s = time.monotonic()
         try:
@@ -436,7 +433,6 @@ class EngineService(Generic[T]):
 
     @property
     def has_work(self) -> bool:
-        """Return True if a step would do anything."""
         return self._broken is None and self.served.engine.has_work
 
     def _note(self, served: Any) -> None:

@@ -53,7 +53,6 @@ class LatencyHistogram:
 
     @property
     def counts(self) -> dict[int, int]:
-        """By bucket, as far as there are any."""
         return {bucket: count for bucket, count in enumerate(self._counts) if count}
 
     def add_count(self, bucket: int, count: int) -> None:

@@ -132,7 +132,6 @@ class PendingReplies:
 
     @contextlib.contextmanager
     def within(self, deadlines: Deadlines) -> Iterator[None]:
-        """Give peers these deadlines inside the context."""
         usual, self.deadlines = self.deadlines, deadlines
         try:
             yield
@@ -182,12 +181,10 @@ class PendingReplies:
         return True
 
     def forget(self, index: int) -> None:
-        """Forget all that a peer owes."""
         self._due[index].clear()
         self._jobs[index].clear()
 
     def forget_about(self, index: int, holder: HolderId) -> None:
-        """Forget the answers that a peer owes about a holder."""
         self._due[index] = deque(one for one in self._due[index] if one.holder != holder)
 
     def owes_answer(self, index: int) -> bool:
@@ -198,12 +195,10 @@ class PendingReplies:
         return bool(self._jobs[index])
 
     def num_about(self, index: int, holder: HolderId) -> int:
-        """Return how many answers a peer owes about a holder."""
         return sum(one.holder == holder for one in self._due[index])
 
     @property
     def any_owed(self) -> bool:
-        """True if any peer owes anything."""
         return any(self._due) or any(self._jobs)
 
     def wait_s(self, most_s: float = math.inf) -> float:

@@ -135,7 +135,6 @@ class _Pauses:
         self._lengths_s: dict[int, float] = {}
 
     def admitted(self, worker: int) -> None:
-        """Note that one was let in."""
         self._admitted_s[worker] = self._clock()
 
     def is_over(self, worker: int) -> bool:
@@ -151,7 +150,6 @@ class _Pauses:
         return now >= self._until_s.get(worker, -math.inf)
 
     def begin(self, worker: int) -> None:
-        """Pause, since none could come."""
         self._until_s[worker] = self._clock() + RETRY_S
 
 
@@ -190,7 +188,6 @@ class HubReplacements:
         self._shards = shards or {}
 
     def look(self, lost: Iterable[int]) -> dict[int, Welcome]:
-        """Return the replacements of lost R-workers that wait to be let in (``admit``)."""
         for deadlines in (self._greeting, self._waiting):
             deadlines.begin_look()
         for worker in lost:
@@ -209,7 +206,6 @@ class HubReplacements:
         return any(x.is_greeted and x.welcome is None for x in self._candidates.values())
 
     def admit(self, worker: int) -> None:
-        """Make the new R-worker's connection the hub's, under that number."""
         self._pauses.admitted(worker)
         self._hub.replace(worker, self._candidates.pop(worker).connection)
 
@@ -284,7 +280,6 @@ class HubReplacements:
             self._give_up(worker, error.message)
 
     def _give_up(self, worker: int, reason: str) -> None:
-        """For now."""
         logger.info("no replacement yet: %s", reason)
         candidate = self._candidates.pop(worker, None)
         if candidate is not None:
@@ -327,7 +322,6 @@ class SpareConnection:
         self.inner.close()
 
     def arrive(self, what: FromRWorker | WorkerError) -> None:
-        """It has come while others were waited for."""
         self._early.append(what)
 
     def _take(self) -> FromRWorker:
@@ -415,7 +409,6 @@ class SpareHub:
         return spare
 
     def replace(self, index: int, connection: Any) -> None:
-        """A spare connection is the one of this place."""
         self._connections[index] = connection
 
     def index(self, place: int) -> int:

@@ -159,7 +159,6 @@ class Ring:
         self._links: Counter[HolderId] = Counter()
         """Number of each holder's last link, which is in all reports on it. 0 if there was none."""
         self.protection: Final = Protection(clock)
-        """Which replicas are there."""
 
     def make_way(self, members: Sequence[HolderId]) -> bool:
         """End what would be in the way of a ring of these. Whether all of that
@@ -196,7 +195,6 @@ class Ring:
         return self._keepers == self._pairs(members) and self.protection.members == set(members)
 
     def close(self, members: Sequence[HolderId]) -> None:
-        """Make these the ring."""
         before, self._keepers = self._keepers, self._pairs(members)
         if not self._keepers:
             logger.warning("no replicas: all R-workers but one are lost")
@@ -318,7 +316,6 @@ class Ring:
         self._fleet.send(holder, Replicate(keeper, options.num_bytes, number, timeout_s))
 
     def _drop(self, holder: HolderId, keeper: HolderId) -> None:
-        """Drop a cache at its keeper."""
         if keeper not in self._fleet.gone:
             self._dropping[holder, keeper] = self._deadlines.clock()
             link = self._links[holder] if self.options.are_in_files else 0

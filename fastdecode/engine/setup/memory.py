@@ -279,7 +279,6 @@ def _graph_bytes(spec: ModelSpec, sizes: StepSizes, node_bytes: int) -> int:
 
 
 def _qkv_sizes(spec: ModelSpec, sizes: StepSizes) -> tuple[int, int, int]:
-    """Return the sizes of one rank's q, k and v."""
     q, k, v = (size // sizes.num_shards for size in spec.qkv_sizes)
     return q, k, v
 

@@ -217,7 +217,6 @@ def stages_are_ranks(transport: str) -> bool:
 
 
 def kv_spec(config: EngineConfig, spec: ModelSpec, dtype: DType) -> KVSpec:
-    """What holders keep."""
     return KVSpec(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,

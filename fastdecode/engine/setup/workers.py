@@ -88,7 +88,6 @@ class Reached:
 
     @property
     def greeting(self) -> str:
-        """What is being done before the first step, for people."""
         peers = [connection.peer for connection in self._r_workers]
         if self.kind is HolderKind.DEVICE:
             return f"no R-workers: {', '.join(peers)}"

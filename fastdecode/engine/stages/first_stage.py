@@ -189,7 +189,6 @@ class ColumnReplacements:
         self._greeting.discard(HolderId(worker))
 
     def _is_vacant(self, group: CacheGroup) -> bool:
-        """Whether a member is lost that has no replacement."""
         members = self._fleet.of_stages
         lost = filter(members.is_lost, group.shards)
         has_places = bool(self._places.timeout_s)

@@ -79,7 +79,6 @@ class StageLinks:
         return self._owed.within(usual.at_least(LOADING_TIMEOUT_S, LOADING_SILENCE_S))
 
     def _index(self, stage: int) -> int:
-        """Return the index of a stage, as a peer."""
         return self._first + self._stages.index(stage)
 
     def _stage(self, index: int) -> int:
@@ -147,7 +146,6 @@ class StageLinks:
 
     @property
     def are_welcome(self) -> bool:
-        """True if later stages have answered to the first greeting."""
         return bool(self._welcomes)
 
     def greet(self, hellos: Mapping[int, StageHello]) -> None:

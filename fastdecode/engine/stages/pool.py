@@ -203,7 +203,6 @@ class StagePool(WorkerPool):
         return None
 
     def _take_lost(self, stage: int, lost: ColumnLost) -> None:
-        """A stage has lost an R-worker."""
         member = self._member_of(stage, lost.column)
         self.has_replacement.pop(member, None)
         error = WorkerError(f"{stage_name(stage)}: {lost.message}", code=lost.code)

@@ -194,7 +194,6 @@ class Relay:
 
     @property
     def awaits_replacements(self) -> bool:
-        """Whether an R-worker is lost that may be replaced."""
         return self._regreeting is not None and bool(self._gone)
 
     def obey(self, message: FromAnyStage) -> None:
