@@ -93,8 +93,7 @@ class _Steps:
 
     def __init__(self) -> None:
         self.num = 0
-        self.ended_s: float | None = None
-        """``time.monotonic()`` at the end of the last one."""
+        self.ended_s: float | None = None  # ``time.monotonic()`` at the end of the last one
         self.longest_s = 0.0
         self._latest_s: deque[float] = deque([0.0] * NUM_LATEST_STEPS)
 
@@ -115,8 +114,7 @@ class Snapshot:
 
     state: Literal["starting", "ready", "draining", "broken", "closed"]
     engine: EngineNumbers
-    error: FastDecodeError | None = None
-    """Why it is broken."""
+    error: FastDecodeError | None = None  # why it is broken
 
     def report(self, figures: Mapping[str, Any]) -> StatusReport:
         """The same as others report it, with what the engine has said between two steps."""
@@ -160,16 +158,11 @@ class EngineService(Generic[T]):
         self._steps = _Steps()
         self._numbers = EngineNumbers()
         self._is_draining = False
-        self._is_closing = False
-        """It ends as soon as the step in flight is over."""
-        self._is_over = False
-        """No step will be made any more."""
-        self._broken: FastDecodeError | None = None
-        """Why no step can be made any more."""
-        self._ended: FastDecodeError | None = None
-        """Why no request is taken any more."""
-        self._closing_failed: BaseException | None = None
-        """What closing the engine raised."""
+        self._is_closing = False  # it ends as soon as the step in flight is over
+        self._is_over = False  # no step will be made any more
+        self._broken: FastDecodeError | None = None  # why no step can be made any more
+        self._ended: FastDecodeError | None = None  # why no request is taken any more
+        self._closing_failed: BaseException | None = None  # what closing the engine raised
         self._is_finished = threading.Event()  # then its thread looks into no inbox any more
         self._seeing_off = threading.Lock()
 

@@ -46,8 +46,7 @@ class Deadlines:
     timeout_s: float  # of an answer
     silence_s: float = math.inf
     """Longest time without a sign of life, where connections report those."""
-    clock: Clock = time.monotonic
-    """Seconds, as ``Connection.heard_s`` has them."""
+    clock: Clock = time.monotonic  # seconds, as ``Connection.heard_s`` has them
     _looked_s: float = -math.inf
     _looking_since_s: float = -math.inf
 
@@ -108,8 +107,7 @@ class _Due:
 
     since_s: float
     holder: HolderId
-    message: Any
-    """What it is the answer to."""
+    message: Any  # what it is the answer to
     num_answers: int
     """Answers that the peer needs of others before it can give its own."""
 

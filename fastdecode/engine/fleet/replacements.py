@@ -86,8 +86,7 @@ class Places(Protocol):
 @dataclass(eq=False)
 class _Candidate:
     connection: NewConnection
-    since_s: float
-    """When it was asked what it hasn't answered."""
+    since_s: float  # when it was asked what it hasn't answered
     is_greeted: bool = False
     welcome: Welcome | None = None
     makes_way: bool = False
@@ -292,8 +291,7 @@ class SpareConnection:
 
     def __init__(self, connection: RConnection, address: str) -> None:
         self.inner = connection
-        self.address = address
-        """What R-workers call it."""
+        self.address = address  # what R-workers call it
         self.is_closed = False
         self._early: deque[FromRWorker | WorkerError] = deque()
 
@@ -305,8 +303,7 @@ class SpareConnection:
     def heard_s(self) -> float | None:
         return self.inner.heard_s
 
-    is_reached = True
-    """It has been there from the beginning, or is dead."""
+    is_reached = True  # it has been there from the beginning, or is dead
 
     def send(self, message: ToRWorker) -> None:
         self.inner.send(message)
@@ -345,8 +342,7 @@ class SpareHub:
     def __init__(
         self, hub: RHub, num_spares: int, addresses: Sequence[str], clock: Clock = time.monotonic
     ) -> None:
-        self.whole: Final = hub
-        """With the connections to spare R-workers."""
+        self.whole: Final = hub  # with the connections to spare R-workers
         self._hub = hub
         self._clock = clock
         self._num_workers = len(addresses)

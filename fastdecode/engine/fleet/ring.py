@@ -39,13 +39,11 @@ MOST_LAG: Final = 1000  # steps; a replica that is further behind counts as that
 class _Replica(Enum):
     """State of a holder's replica."""
 
-    NEW = "new"
-    """To be kept; its keeper has reported nothing yet."""
+    NEW = "new"  # to be kept; its keeper has reported nothing yet
     KEPT = "kept"
     CAUGHT_UP = "caught up"
     """It has had all that was cached at the end of some step."""
-    ENDED = "ended"
-    """There is none, or it isn't kept up to date any more."""
+    ENDED = "ended"  # there is none, or it isn't kept up to date any more
 
 
 class Protection:
@@ -120,12 +118,9 @@ class LinkOptions:
 
     addresses: Sequence[str] | Mapping[HolderId, str]
     """What R-workers call each other, by their holders; of a replacement, its own."""
-    num_bytes: int
-    """That a link may have under way unanswered."""
-    timeout_s: float
-    """How long a neighbour may take to make room."""
-    session: int
-    """Secret of this run, in which holders were greeted."""
+    num_bytes: int  # that a link may have under way unanswered
+    timeout_s: float  # how long a neighbour may take to make room
+    session: int  # secret of this run, in which holders were greeted
     keepers: Mapping[HolderId, HolderId] = field(default_factory=dict)
     """The R-worker without a holder that keeps each holder's replica, or ``DISK``; empty:
     the holders' own R-workers keep the replicas, in a ring."""

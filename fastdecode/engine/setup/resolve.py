@@ -34,22 +34,16 @@ class ResolvedConfig:
 
     config: EngineConfig
     identity: Identity
-    layers: tuple[range, ...]
-    """Layers of each stage."""
-    device: torch.device
-    """This rank's own."""
-    free: FreeMemory
-    """Before anything is loaded."""
+    layers: tuple[range, ...]  # layers of each stage
+    device: torch.device  # this rank's own
+    free: FreeMemory  # before anything is loaded
     r_threads: int
     memory: MemoryPlan
-    schedule: ScheduleOptions
-    """With the number of lanes to start with."""
-    prompts_on_r: bool
-    """Whether R-workers attend prompts."""
+    schedule: ScheduleOptions  # with the number of lanes to start with
+    prompts_on_r: bool  # whether R-workers attend prompts
     lanes: LaneLimits
     """Numbers of lanes that there may ever be; there is memory for the most."""
-    max_graphs: int
-    """CUDA graphs at most; 0: S-steps run as they are."""
+    max_graphs: int  # CUDA graphs at most; 0: S-steps run as they are
     transport: str
     """inproc (R-workers as threads), inline (one in the S-worker's own thread),
     mpi, zmq, or local (the KV cache is on ``device``)."""

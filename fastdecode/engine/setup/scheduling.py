@@ -73,18 +73,15 @@ class Steps:
 
     config: EngineConfig
     spec: ModelSpec
-    dtype: DType
-    """Dtype of activations."""
+    dtype: DType  # dtype of activations
     transport: str
     free: FreeMemory
     uses_graphs: bool
     held_token_bytes: int = 0
     """K and V of a token of a prompt that the S-worker attends and R-workers
     hold; 0: they attend prompts, or the device can't hold their dtype."""
-    num_stages_here: int = 1
-    """Stages that share the memory of this one's device."""
-    num_stages_on_host: int = 1
-    """Stages that share this host's memory."""
+    num_stages_here: int = 1  # stages that share the memory of this one's device
+    num_stages_on_host: int = 1  # stages that share this host's memory
     kv_token_bytes: int = 0
     """K and V of a token that this S-worker's device keeps."""
     usual_lanes: int = 1

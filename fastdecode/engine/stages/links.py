@@ -51,8 +51,7 @@ class StageLinks:
         self._stages = tuple(connections)
         self.is_asked = is_asked
         self._heard: deque[tuple[int, FromAnyStage]] = deque()
-        self.gone: set[int] = set()
-        """Stages that nothing reaches any more."""
+        self.gone: set[int] = set()  # stages that nothing reaches any more
         self.num_columns = 0  # of R-workers
         self._owed: PendingReplies
         self._first: int

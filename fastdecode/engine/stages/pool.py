@@ -310,10 +310,8 @@ class ColumnPool(GroupPool):
             )
         else:
             super().__init__(members, shards)
-        self.of_stages: Final = members
-        """All members; later stages' are among them."""
-        self.later: Final = stages
-        """The stages behind this one."""
+        self.of_stages: Final = members  # all members; later stages' are among them
+        self.later: Final = stages  # the stages behind this one
 
     def _begin(self, group: CacheGroup, hello: Hello) -> None:
         # The first greeting goes to this stage's members; each later stage does its own.

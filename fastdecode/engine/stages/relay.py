@@ -61,8 +61,7 @@ class ColumnRegreeting:
         most_blocks: of each; none: as many as it has.
     """
 
-    forgets_answers = False
-    """To what its R-workers were asked before."""
+    forgets_answers = False  # to what its R-workers were asked before
 
     def __init__(
         self,
