@@ -134,8 +134,7 @@ def resolve(
             model's, or the memory doesn't suffice.
     """
     identity = identify(config, spec)
-    placed = place(config, spec, identity, _machine(config, identity, free))
-    config = placed.config
+    config, why_placed = place(config, spec, identity, _machine(config, identity, free))
     placement = config.r_part.kv_placement
     device = choose_device(config.s_part.device, rank)
     transport = transport_of(config)
@@ -186,7 +185,7 @@ def resolve(
         lanes=lanes,
         max_graphs=steps.max_graphs,
         transport=transport,
-        why_placed=placed.why,
+        why_placed=why_placed,
     )
 
 
