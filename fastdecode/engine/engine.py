@@ -225,7 +225,11 @@ class Engine:
         r_compute_s = stats.r_compute_s
         num_steps, num_prompt_tokens = stats.num_steps, stats.num_prompt_tokens
         is_prefill = _runs_prompt(pipeline)
-        self._choose_lanes()
+        num_lanes = pipeline.num_lanes
+        for extension in self._extensions:
+            num_lanes = extension.num_lanes(num_lanes)
+        if num_lanes != pipeline.num_lanes:
+            self.set_num_lanes(num_lanes)
         while stats.num_steps == num_steps:
             self._launch_idle()
             if not self._has_pending:
@@ -248,13 +252,6 @@ class Engine:
         """Whether a step is in flight, tokens are on their way to the host, or
         an answer about a room is owed."""
         return bool(self._pipeline.in_flight or self._coming or self._lifecycle.is_owed)
-
-    def _choose_lanes(self) -> None:
-        num_lanes = self._pipeline.num_lanes
-        for extension in self._extensions:
-            num_lanes = extension.num_lanes(num_lanes)
-        if num_lanes != self._pipeline.num_lanes:
-            self.set_num_lanes(num_lanes)
 
     def _launch_idle(self) -> None:
         """Take in what has happened, and start the idle lanes' steps."""

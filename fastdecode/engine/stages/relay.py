@@ -236,7 +236,8 @@ class Relay:
         losses = []
         for column, answer in news:
             if isinstance(answer, Accepted | Refused):
-                self._links.tell(FIRST_STAGE, _answer(column, answer))
+                why = (answer.code, answer.message) if isinstance(answer, Refused) else ("", "")
+                self._links.tell(FIRST_STAGE, StageAnswer(column, answer.sequence_id, *why))
             elif isinstance(answer, TakenOver):
                 self._links.tell(
                     FIRST_STAGE, ColumnTakenOver(column, answer.num_tokens, answer.is_kept)
@@ -299,9 +300,3 @@ class Relay:
         if not 0 <= column < num_columns:
             raise ProtocolError(f"there is no column {column}: there are {num_columns}")
         return HolderId(column)
-
-
-def _answer(column: HolderId, answer: Accepted | Refused) -> StageAnswer:
-    if isinstance(answer, Refused):
-        return StageAnswer(column, answer.sequence_id, answer.code, answer.message)
-    return StageAnswer(column, answer.sequence_id, "", "")
