@@ -173,7 +173,7 @@ def test_lanes_and_threads_beside_a_gpu(resolved: Resolve) -> None:
     assert (on_gpu.schedule.num_lanes, on_gpu.transport) == (
         1,
         "local",
-    ) and on_gpu.kv_bytes > 60 * GB
+    ) and on_gpu.memory.kv_bytes > 60 * GB
 
 
 AT_ADDRESSES: dict[str, Any] = {"r_worker_addresses": ("tcp://10.0.0.1:1",), "key": "k"}
