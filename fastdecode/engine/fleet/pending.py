@@ -14,16 +14,7 @@ from typing import Any, Final
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.blocks import (
-    Done,
-    Fetch,
-    Inventory,
-    MoveNews,
-    Progress,
-    Pull,
-    Pulled,
-    Retain,
-)
+from fastdecode.wire.blocks import Done, Fetch, Inventory, MoveNews, Progress, Pull, Pulled, Retain
 from fastdecode.wire.messages import FromRWorker, ToRWorker, Welcome
 from fastdecode.wire.traits import unasked
 
