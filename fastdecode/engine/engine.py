@@ -383,17 +383,14 @@ class Engine:
         self._count_load(wanted)
         tokens, step.draws = step.draws, None  # or the two would keep each other, and the model
         if isinstance(tokens, StepSamples) and tokens.goes_ahead:
-            self._go_ahead(step, tokens)
+            self._coming[step.lane] = tokens
+            coming = self._lifecycle.sequences.wanted(tokens.chunks)
+            sequences = tuple([chunk.sequence for chunk in coming])
+            self._apply(events.StepDone(step.lane, (), sequences))
             return
         drawn = self._samples.accept(tokens) if isinstance(tokens, StepSamples) else ()
         self._apply(events.StepDone(step.lane, drawn))
         self._hand_out(step, drawn, ran_s)
-
-    def _go_ahead(self, step: LaneStep, tokens: StepSamples) -> None:
-        self._coming[step.lane] = tokens
-        coming = self._lifecycle.sequences.wanted(tokens.chunks)
-        sequences = tuple([chunk.sequence for chunk in coming])
-        self._apply(events.StepDone(step.lane, (), sequences))
 
     def _take_in(self, lane: int) -> None:
         """Take in the tokens of a lane's step that is over; wait for them, if they aren't here."""
