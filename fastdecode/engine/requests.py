@@ -237,6 +237,10 @@ class Requests:
         return request_id in self._groups
 
     @property
+    def ids(self) -> list[str]:
+        return list(self._groups)
+
+    @property
     def num_sequences(self) -> int:
         return len(self._generations)
 
@@ -349,7 +353,7 @@ class Requests:
         return group
 
     def fail_all(self, error: FastDecodeError) -> None:
-        for request_id in list(self._groups):
+        for request_id in self.ids:
             self.forget(request_id).fail(error)
 
 
