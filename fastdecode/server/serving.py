@@ -20,7 +20,7 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.delta import DeltaQueue
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, RequestError
 from fastdecode.core.host.processes import python_command
-from fastdecode.engine.instances.engine_server import EngineServer, RequestLimits
+from fastdecode.engine.instances.server import EngineServer, RequestLimits
 from fastdecode.engine.service import EngineService
 from fastdecode.server import link
 from fastdecode.server.options import KEYS_VARIABLE
