@@ -327,6 +327,8 @@ class Engine:
                 for extension in self._extensions:
                     extension.opened(instruction.part)
         elif kind is events.Finish:
+            for extension in self._extensions:
+                extension.finishing(instruction)
             self.requests.finish(instruction.sequence, instruction.reason, self.stats)
         elif kind is events.Fail:
             request_id, error = instruction.request_id, instruction.error

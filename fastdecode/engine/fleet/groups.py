@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 import numpy as np
 from msgspec.structs import replace
@@ -31,7 +31,6 @@ from fastdecode.wire.blocks import (
     Inventory,
     MoveNews,
     Progress,
-    Pulled,
     Retain,
     UseTier,
     keys_of,
@@ -49,22 +48,18 @@ from fastdecode.wire.messages import (
     Welcome,
 )
 
-NewsT = TypeVar("NewsT")
-
 Shards = Mapping[HolderId, Shard]
 """What each member keeps, in the order of heads."""
 
 
 class JoinedMoves:
-    """Joins members' reports of transfers and tiers: a block, or a sequence, is there when every
-    member has its part."""
+    """Joins members' reports of transfers and tiers: every member has its part of a block."""
 
     def __init__(self, holder: HolderId, members: Collection[HolderId]) -> None:
         self._holder = holder
         self._members = frozenset(members)
         self._moved: dict[int, dict[HolderId, Done]] = {}  # by job and member
         self._fetching: dict[int, dict[HolderId, Progress]] = {}
-        self._pulled: dict[int, dict[HolderId, Pulled]] = {}  # by sequence and member
         self._stocked: dict[HolderId, dict[bytes, int]] = {}  # of each member
         self._num_slots: dict[HolderId, int] = {}  # of members that have reported all
         self._stores: set[int] = set()  # jobs
@@ -82,25 +77,9 @@ class JoinedMoves:
                 return self._take_moved(member, news)
             case Progress():
                 self._take_fetching(member, news)
-            case Pulled():
-                told = self._all_told(self._pulled, news.sequence_id, member, news)
-                if told:
-                    reason = next((each.reason for each in told if each.reason), "")
-                    num_bytes = sum(each.num_bytes for each in told)
-                    seconds = max(each.seconds for each in told)
-                    ids = self._holder, news.sequence_id
-                    self.news.append(Pulled(*ids, num_bytes, seconds, reason))
             case Inventory():
                 return self._take_stocked(member, news)
         return {}
-
-    def _all_told(
-        self, table: dict[int, dict[HolderId, NewsT]], number: int, member: HolderId, news: NewsT
-    ) -> list[NewsT]:
-        """Keep a report. Return all members' and forget them, once all have reported."""
-        told = table.setdefault(number, {})
-        told[member] = news
-        return list(table.pop(number).values()) if told.keys() >= self._members else []
 
     def _take_fetching(self, member: HolderId, news: Progress) -> None:
         """The group is as far as its slowest member; one whose part is over reports
@@ -116,9 +95,11 @@ class JoinedMoves:
     def _take_moved(self, member: HolderId, news: Done) -> dict[HolderId, set[bytes]]:
         own_failed = {x: set(keys_of(y.missing)) for x, y in self._moved.get(news.job, {}).items()}
         own_failed[member] = set(keys_of(news.missing))
-        told = self._all_told(self._moved, news.job, member, news)
-        if not told:
+        by_member = self._moved.setdefault(news.job, {})
+        by_member[member] = news
+        if not by_member.keys() >= self._members:
             return {}
+        told = list(self._moved.pop(news.job).values())
         self._fetching.pop(news.job, None)
         failed = {key for own in own_failed.values() for key in own}
         num_bytes = sum(each.num_bytes for each in told)

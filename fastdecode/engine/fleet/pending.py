@@ -14,7 +14,7 @@ from typing import Any, Final
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.blocks import Done, Fetch, Inventory, MoveNews, Progress, Pull, Pulled, Retain
+from fastdecode.wire.blocks import Done, Fetch, Inventory, MoveNews, Progress, Retain
 from fastdecode.wire.messages import FromRWorker, ToRWorker, Welcome
 from fastdecode.wire.traits import unasked
 
@@ -85,11 +85,7 @@ class Deadlines:
 
 def _job_of(message: ToRWorker | MoveNews) -> int:
     """Return the number of the transfer that a message asks for, or reports on."""
-    if isinstance(message, Retain | Fetch | Progress | Done):
-        return message.job
-    if isinstance(message, Pull | Pulled):  # numbers below those of other jobs
-        return _OPENING - 1 - message.sequence_id
-    return _OPENING
+    return message.job if isinstance(message, Retain | Fetch | Progress | Done) else _OPENING
 
 
 @dataclass(eq=False)
@@ -165,7 +161,7 @@ class PendingReplies:
         job, jobs = _job_of(news), self._jobs[index]
         if job not in jobs:
             return False
-        if isinstance(news, Done | Pulled) or (isinstance(news, Inventory) and news.is_last):
+        if isinstance(news, Done) or (isinstance(news, Inventory) and news.is_last):
             del jobs[job]
         return True
 

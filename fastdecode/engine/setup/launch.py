@@ -30,9 +30,9 @@ from fastdecode.engine.fleet.greeting import greet, limits, offer_for_replicas
 from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.replacements import Replacements
-from fastdecode.engine.fleet.replicas import Replicas
+from fastdecode.engine.fleet.replicas import Replicas, new_session
 from fastdecode.engine.fleet.resharing import Resharing
-from fastdecode.engine.kv_exchange import ExportAddresses, KVExchange
+from fastdecode.engine.kv_exchange import KVExchange, PeerTerms
 from fastdecode.engine.recovery import recovery_of
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.session import Recorder, attach
@@ -191,6 +191,8 @@ class RunningEngine:
         hello = make_hello(self._checkpoint, self._own_spec, self.resolved, self._ranks)
         if session is not None:
             hello = structs.replace(hello, session=session.number, outlives=config.keeps_blocks)
+        self._reading = new_session() if self._is_instance else 0
+        hello = structs.replace(hello, reading=self._reading)
         deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
         replacements = self._replacements(hello, deadlines)
         resumes = session is not None and session.is_resumed and hello.outlives
@@ -366,9 +368,10 @@ class RunningEngine:
         if self._is_instance:
             config = self.resolved.config
             bytes_per_s = (config.instances.fetch_gbps or 0.0) * _GBIT_BYTES
-            timeout_s, num_heads = config.cluster.worker_timeout_s, self.spec.num_kv_heads
-            exports = ExportAddresses(self._address_of, num_heads, bytes_per_s, timeout_s)
-            extensions.append(KVExchange(state, exports))
+            shape = self.spec.num_kv_heads, self.spec.num_layers
+            pace = bytes_per_s, config.cluster.worker_timeout_s
+            terms = PeerTerms(self._address_of, *shape, self._reading, *pace)
+            extensions.append(KVExchange(state, terms))
         if self._session is not None:
             extensions.append(Recorder(self._session, state.lifecycle.sequences))
         return extensions

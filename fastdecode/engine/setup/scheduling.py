@@ -258,6 +258,7 @@ def schedule_for(
         opening_steps=0 if at_once else 1,
         hybrid=_hybrid_options(resolved, holders),
         keeps_blocks=resolved.config.keeps_blocks,
+        hands_over=is_instance,
         cache_policy=Retention(block_size, costs_of(spec)),
         window=_window(resolved, spec, is_instance=is_instance),
         swap_threshold=resolved.config.cache.swap_threshold,

@@ -24,10 +24,7 @@ from fastdecode.wire.blocks import (
     Accepted,
     Done,
     DropCache,
-    ExportSequence,
     Inventory,
-    Pull,
-    Pulled,
     Refused,
     Replicate,
     Restore,
@@ -48,7 +45,7 @@ from fastdecode.wire.stages import (
 )
 from fastdecode.wire.traits import THE_ONLY
 
-Relayed: TypeAlias = Room | Replicate | Restore | ExportSequence | Pull | TakeOver | DropCache
+Relayed: TypeAlias = Room | Replicate | Restore | TakeOver | DropCache
 """What the first stage sends a later one's R-worker."""
 
 
@@ -247,7 +244,7 @@ class Relay:
             else:
                 losses.append((column, answer))
         for moved in self._pool.take_moves():
-            if isinstance(moved, Done | Inventory | Pulled):
+            if isinstance(moved, Done | Inventory):
                 self._links.tell(FIRST_STAGE, moved)
         for replicated in self._members.take_replications():
             self._links.tell(FIRST_STAGE, replicated)
