@@ -67,7 +67,6 @@ class JoinedMoves:
         """What all members have reported, and wasn't taken."""
 
     def begin_store(self, job: int) -> None:
-        """Note that the members are asked to store blocks."""
         self._stores.add(job)
 
     def take(self, member: HolderId, news: MoveNews) -> dict[HolderId, set[bytes]]:
@@ -186,7 +185,6 @@ class CacheGroup:
 
     @property
     def peer(self) -> str:
-        """Its name, for people."""
         members = self._here if len(self._here) == 1 < len(self._members) else self.shards
         peers = dict.fromkeys(map(self._pool.peer, members or self._pool.placement))
         return next(iter(peers)) if len(members) == 1 else f"the group of {', '.join(peers)}"
@@ -258,7 +256,6 @@ class CacheGroup:
         return True
 
     def _joined(self, asked: _Asked) -> Answer:
-        """All answers as one."""
         answers = {member: asked.answers[member] for member in asked.due}
         joined: Answer = asked.message.join(list(answers.values()))
         if isinstance(joined, Refused) and (undo := asked.message.undo()) is not None:
@@ -302,12 +299,10 @@ class GroupPool:
 
     @property
     def holders(self) -> list[HolderId]:
-        """All groups."""
         return [group.holder for group in self.groups]
 
     @property
     def lost(self) -> dict[HolderId, WorkerError]:
-        """The groups that are lost, and why."""
         found = {group.holder: group.loss or group.broken for group in self.groups}
         return {holder: error for holder, error in found.items() if error is not None}
 
@@ -438,7 +433,6 @@ class GroupPool:
             self.send(holder, own)
 
     def _begin(self, group: CacheGroup, hello: Hello) -> None:
-        """Begin to greet a group."""
         share_out = self._share_out if group is self.groups[0] else None
         group.begin(group.shards if share_out is None else share_out(self.members, hello))
 

@@ -37,8 +37,7 @@ class Deadlines:
     timeout_s: float  # of an answer
     silence_s: float = math.inf
     """Longest time without a sign of life, where connections report those."""
-    clock: Clock = time.monotonic
-    """Seconds, as ``Connection.heard_s`` has them."""
+    clock: Clock = time.monotonic  # seconds, as ``Connection.heard_s`` has them
     _looked_s: float = -math.inf
     _looking_since_s: float = -math.inf
 
@@ -95,8 +94,7 @@ class _Due:
 
     since_s: float
     holder: HolderId
-    message: Any
-    """What it is the answer to."""
+    message: Any  # what it is the answer to
     num_answers: int
     """Answers that the peer needs of others before it can give its own."""
 
@@ -119,7 +117,6 @@ class PendingReplies:
 
     @contextlib.contextmanager
     def within(self, deadlines: Deadlines) -> Iterator[None]:
-        """Give peers these deadlines inside the context."""
         usual, self.deadlines = self.deadlines, deadlines
         try:
             yield
@@ -169,12 +166,10 @@ class PendingReplies:
         return True
 
     def forget(self, index: int) -> None:
-        """Forget all that a peer owes."""
         self._due[index].clear()
         self._jobs[index].clear()
 
     def forget_about(self, index: int, holder: HolderId) -> None:
-        """Forget the answers that a peer owes about a holder."""
         self._due[index] = deque(one for one in self._due[index] if one.holder != holder)
 
     def owes_answer(self, index: int) -> bool:
@@ -185,12 +180,10 @@ class PendingReplies:
         return bool(self._jobs[index])
 
     def num_about(self, index: int, holder: HolderId) -> int:
-        """Return how many answers a peer owes about a holder."""
         return sum(one.holder == holder for one in self._due[index])
 
     @property
     def any_owed(self) -> bool:
-        """True if any peer owes anything."""
         return any(self._due) or any(self._jobs)
 
     def wait_s(self, most_s: float = math.inf) -> float:

@@ -170,7 +170,6 @@ class RunningEngine:
             )  # or it is refused
 
     def _start_stages(self, hub: InprocHub[Any, Any], beside: Colocation | None) -> None:
-        """Start the other stages as threads."""
         num_threads = max(1, torch.get_num_threads() // self.resolved.stages_at_once)
         if self.resolved.device.type == "cpu":
             self._opened.callback(torch.set_num_threads, torch.get_num_threads())
@@ -248,7 +247,6 @@ class RunningEngine:
 
     @property
     def _own_spec(self) -> ModelSpec:
-        """The spec of this stage's layers."""
         layers = self.resolved.layers
         return self.spec if len(layers) == 1 else stage_spec(self.spec, layers[0])
 
@@ -360,7 +358,6 @@ class RunningEngine:
         return Engine(s_worker, pipeline, state, recovery, extensions, trace)
 
     def _extensions(self, state: EngineState, times: MeasuredTimes | None) -> list[Extension]:
-        """Return the features that are on."""
         extensions: list[Extension] = []
         if times is not None:
             lanes = state.lifecycle.scheduler.hybrid or lane_control(self.resolved, times)

@@ -64,7 +64,6 @@ class StageSetup:
 
     @property
     def own_spec(self) -> ModelSpec:
-        """The spec of its layers."""
         return stage_spec(self.spec, self.resolved.layers[self.number])
 
     def hello(self, num_columns: int) -> StageHello:
