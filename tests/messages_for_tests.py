@@ -100,6 +100,8 @@ def to_r_worker() -> list[ToRWorker]:
     pieces = np.arange(3), counts[0][:3], counts[1][:3]
     hello = Hello(PROTOCOL_VERSION, "a hash", kv, layers, DType.FLOAT16)
     data = np.arange(20_000, dtype=np.int64).astype(np.uint8)
+    source = blocks.KVSource("rank 3", 1 << 62, 0, 100, 2, 2, 0, 4, is_held=True)
+    share, one = (kv, blocks.ChunkForm.BLOCKS, 0, 2, 1, 2), np.ones(1, np.int32)
     return [
         hello,
         replace(hello, session=5),
@@ -136,28 +138,8 @@ def to_r_worker() -> list[ToRWorker]:
         blocks.Retain(1, np.arange(4).reshape(2, 2), np.array([64, 128], np.int32)),
         blocks.Fetch(2, np.arange(4).reshape(2, 2)),
         blocks.Forget(np.arange(4).reshape(2, 2), is_below=True),
-        blocks.Fetch(
-            5,
-            np.arange(4).reshape(2, 2),
-            (blocks.KVSource("rank 3", 1 << 62, 0, 100, 2, 2, 0, 4, is_held=True),) * 2,
-            7,
-            60.0,
-            1e9,
-            2,
-        ),
-        blocks.ReadBlocks(
-            PROTOCOL_VERSION,
-            1 << 62,
-            "a hash",
-            KVSpec(2, 4, 64, DType.BFLOAT16),
-            blocks.ChunkForm.BLOCKS,
-            0,
-            2,
-            1,
-            2,
-            np.arange(4).reshape(2, 2),
-            np.array([32, 32], np.int32),
-        ),
+        blocks.Fetch(5, np.arange(4).reshape(2, 2), (source, source), 7, 60.0, 1e9, 2),
+        blocks.ReadBlocks(PROTOCOL_VERSION, 9, "a hash", *share, np.ones((1, 2), np.int64), one),
         blocks.FetchChunk(blocks.ChunkForm.TOKENS, 0, 2, 1, 2, *pieces),
         Inspect(),
         Shutdown(),

@@ -205,17 +205,10 @@ class Host:
         self.tell(Close(sequence, tail=keys[-1].hex() if len(keys) > num_full else ""))
 
     def fetch(
-        self,
-        job: int,
-        num_tokens: int,
-        *sources: KVSource,
-        seed: int,
-        first_token: int = 0,
-        **options: Any,
+        self, job: int, num_tokens: int, *sources: KVSource, seed: int, **options: Any
     ) -> None:
         """Fetch the blocks of a sequence that is known by ``seed``."""
-        keys = words_of(keys_of(self.kv, num_tokens, seed, first_token))
-        tail = num_tokens % self.kv.block_size
+        keys, tail = words_of(keys_of(self.kv, num_tokens, seed)), num_tokens % self.kv.block_size
         here = {"timeout_s": TIMEOUT_S, "first_head": self.first_head, **options}
         self.tell(Fetch(job, keys, sources, tail, **here))
 

@@ -49,7 +49,7 @@ class Scripted(EngineClient):
         self.asked: dict[str, Request] = {}
         self._drawn: dict[str, dict[int, int]] = {}
         self._told: dict[str, set[str]] = {}
-        self.most = self.num_borrowed = 0
+        self.most = 0
 
     def submit(self, request: Request, *, every_step: bool) -> None:
         assert self.stranded is None, "it has no R-worker, and is given a request"
@@ -76,7 +76,6 @@ class Scripted(EngineClient):
         request, told = self.asked[name], []
         if request.sources and "fetched" not in self._told[name]:
             self._told[name].add("fetched")
-            self.num_borrowed += not request.sources[0].is_held
             has_failed = random.Random(name).random() < 0.3
             return [Delta(name, 0, has_fetched=True, fetch_failed=has_failed)]
         for index, count in self._drawn[name].items():

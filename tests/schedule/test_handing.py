@@ -239,18 +239,12 @@ def test_borrowed_blocks_need_not_be_there(is_there: bool) -> None:
     (fetch,) = sent(tell(life, events.LaneIdle(0)), Fetch)
     assert isinstance(fetch.message, Fetch)
     assert (len(fetch.message.keys), fetch.message.tail_tokens) == (2, 0)
-    missing = words_of(keys_of(fetch.message.keys)[1:])
-    told = tell(life, replace_missing(fetch, missing) if not is_there else done(fetch))
+    missing = [] if is_there else keys_of(fetch.message.keys)[1:]
+    told = tell(life, Done(fetch.holder, fetch.message.job, words_of(missing), 0, 0.0))
     told += tell(life, events.LaneIdle(0))
     (opened,) = asked(told, Open)
     assert isinstance(opened.message, Open)
     assert opened.message.num_tokens == (2 if is_there else 1) * BLOCK_SIZE
-
-
-def replace_missing(fetch: Send, missing: object) -> Done:
-    message = fetch.message
-    assert isinstance(message, Fetch)
-    return Done(fetch.holder, message.job, missing, 0, 0.0)  # type: ignore[arg-type]
 
 
 def test_prompts_run_whole_or_alone() -> None:
