@@ -327,6 +327,24 @@ class Fetch:
         return Fetched(host, self._gpu.current_stream().record_event())
 
 
+@dataclass(frozen=True)
+class Feed:
+    """Drawn tokens that a step embeds before the host knows them, for some of its rows."""
+
+    tokens: Tensor
+    """int64 [B], on the device."""
+    sources: NDArray[np.int64]
+    """[K] which of them."""
+    rows: NDArray[np.int64]
+    """[K] for which rows of the step."""
+
+    def put_into(self, token_ids: Tensor, upload: Callable[[Tensor], Tensor]) -> None:
+        """Where they belong among a step's token ids, int64 [T], on the
+        device. ``upload``: copies to there."""
+        rows, sources = upload(torch.from_numpy(np.stack((self.rows, self.sources))))
+        token_ids.index_copy_(0, rows, self.tokens.index_select(0, sources))
+
+
 def make_staging(gpu: Gpu | None, slot_bytes: int) -> Staging:
     """A lane's; gpu: None if the device is the host."""
     return Staging() if gpu is None else GpuStaging(gpu, slot_bytes)

@@ -32,10 +32,9 @@ import torch
 from torch import Tensor
 
 from fastdecode.core.model.spec import ModelSpec
-from sworker.buffers import LENT_LAYERS, to_device
+from sworker.buffers import LENT_LAYERS, Feed, to_device
 from sworker.device import Gpu, Graph, gpu_of
 from sworker.failures import is_kernel_error
-from sworker.feed import Feed
 from sworker.model.moe import Experts
 from sworker.model.skeleton import LayerRoom, Model
 

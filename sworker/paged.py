@@ -52,13 +52,13 @@ from sworker.kv_splits import (
     plan_splits,
 )
 from sworker.prefill import (
+    add_sinks,
     as_cached,
     can_take_together,
     chunk_attention,
     chunks_together,
     local_causal_attention,
 )
-from sworker.sinks import add_sinks
 
 logger = logging.getLogger(__name__)
 

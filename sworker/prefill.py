@@ -178,6 +178,21 @@ def merge_attention(
     return (part_a + part_b).to(o_a.dtype), greatest + total.log()
 
 
+def add_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Let sinks take their part of o, in place.
+
+    A sink is a head's learned score that takes part in the softmax and has no value
+    (gpt-oss; arXiv 2309.17453). It enters once, after the last merge.
+
+    Args:
+        o: attention without sinks, [T, Hq, D].
+        lse: of the scores, natural log, float32 [T, Hq]; inf for rows that had
+            their sinks.
+        sinks: float32 [Hq].
+    """
+    o.copy_(o.float() * torch.sigmoid(lse - sinks)[..., None])
+
+
 def _attend_sequence(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, o: Tensor, lse: Tensor | None
 ) -> None:

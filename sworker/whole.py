@@ -17,8 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sworker.buffers import to_device
-from sworker.feed import Feed
+from sworker.buffers import Feed, to_device
 from sworker.graphs import StepGraphs
 from sworker.kv_splits import Splits
 from sworker.paged import NOWHERE, PagedKV, PagedStep, Window

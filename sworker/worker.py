@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.model.spec import ModelSpec
-from sworker.buffers import KEPT_ROWS, LENT_LAYERS, Fetch, Fetched
+from sworker.buffers import KEPT_ROWS, LENT_LAYERS, Feed, Fetch, Fetched
 from sworker.device import Gpu, Mark, gpu_of
-from sworker.feed import Feed
 from sworker.graphs import StepGraphs
 from sworker.host_blocks import BlockMemory
 from sworker.kernels.spinning import IdleThreads
@@ -129,16 +128,6 @@ class SWorker:
         """A step that needs no R-worker: ``run`` gives the last layer's output
         [T, hidden]. ``inputs``: of a step that attends on this device."""
         return WholePass(self, run)
-
-    def embed(self, rows: Tensor, lane: int) -> Pass:
-        """A step whose layers run in other stages: its rows are embedded, and nothing
-        more. rows: see ``begin``."""
-
-        def embed() -> Tensor:
-            token_ids, positions = self.upload(rows)
-            return self.model.embed(token_ids, positions)
-
-        return WholePass(self, embed)
 
     @property
     def sinks(self) -> tuple[Tensor, ...] | None:

@@ -29,7 +29,7 @@ from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import AttentionPlan
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import Attend, AttendResult, BeginStep
-from sworker.feed import Feed
+from sworker.buffers import Feed
 from sworker.graphs import StepGraphs
 from sworker.load.weights import random_model
 from sworker.model.skeleton import Model

@@ -41,31 +41,3 @@ class Trace(Protocol):
     def load(self, at_s: float, num_running: int, num_waiting: int, num_cached_tokens: int) -> None:
         """A step is over: the sequences that run and wait, and the tokens that
         those which run have cached (W)."""
-
-
-class NoTrace:
-    """Nobody watches."""
-
-    def s_part(self, lane: int, step: int, layer: int | None, start_s: float, end_s: float) -> None:
-        pass
-
-    def sampled(self, lane: int, step: int, num_tokens: int, start_s: float, end_s: float) -> None:
-        pass
-
-    def waited(self, start_s: float, end_s: float) -> None:
-        pass
-
-    def attended(
-        self,
-        worker: int,
-        lane: int,
-        step: int,
-        layer: int,
-        sent_s: float,
-        arrived_s: float,
-        compute_s: float,
-    ) -> None:
-        pass
-
-    def load(self, at_s: float, num_running: int, num_waiting: int, num_cached_tokens: int) -> None:
-        pass

@@ -40,7 +40,7 @@ from fastdecode.core.errors import (
 from fastdecode.core.holders import HolderId, HolderKind, PartId
 from fastdecode.core.sequence import Request
 from fastdecode.core.spec import longest_window
-from fastdecode.core.trace import NoTrace, Trace
+from fastdecode.core.trace import Trace
 from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.engine.figures import EngineFigures, figures_of
 from fastdecode.engine.pending_samples import PendingSamples, StepSamples
@@ -94,7 +94,7 @@ class Engine:
         self.requests: Final[Requests] = state.requests
         """Those that are waiting or running."""
         self.stats: Final[EngineStats] = state.stats
-        self._trace = None if isinstance(trace, NoTrace) else trace
+        self._trace = trace
         self._recovery = recovery or Recovery(state)
         self._extensions = tuple(extensions)
         self._reporting = (*extensions, self._recovery)  # the latter has no part in steps

@@ -20,7 +20,7 @@ from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.sequences import SequenceTable
 from fastdecode.schedule.plan import Chunk
-from sworker.feed import Feed
+from sworker.buffers import Feed
 from sworker.sampling.sampler import Drawing
 from sworker.worker import SWorker
 

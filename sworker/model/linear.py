@@ -107,7 +107,7 @@ class AttentionGate(nn.Module):
 
 
 class Sinks(nn.Module):
-    """Each query head's score of nothing; see ``sworker.sinks``."""
+    """Each query head's score of nothing; see ``sworker.prefill``."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()

@@ -276,7 +276,7 @@ class Model(nn.Module):
     @property
     def sinks(self) -> tuple[Tensor, ...] | None:
         """Of each layer's attention, float32 [Hq]; None: it has none. The code that
-        attends adds them (``sworker.sinks``)."""
+        attends adds them (``sworker.prefill``)."""
         found = tuple(layer.sinks.sinks.float() for layer in self.layers if layer.sinks is not None)
         return found or None
 

@@ -21,9 +21,9 @@ from fastdecode.core.errors import WorkerError
 from sworker.ranks.peers import Peers
 from sworker.ranks.sharding import Shard
 
-STOP, BEGIN, ADVANCE, LOGITS, GO_ON, COME_HOME, KEEP_KV, RUN, EMBED = range(9)
-KEEP_ON_HOST, STORE_BLOCKS, FETCH_BLOCKS = range(9, 12)
-SWAP_LANES, ENTER_LANE, LEAVE_LANE, PREFETCH_LANE = range(12, 16)
+STOP, BEGIN, ADVANCE, LOGITS, GO_ON, COME_HOME, KEEP_KV, RUN = range(8)
+KEEP_ON_HOST, STORE_BLOCKS, FETCH_BLOCKS = range(8, 11)
+SWAP_LANES, ENTER_LANE, LEAVE_LANE, PREFETCH_LANE = range(11, 15)
 """What rank 0 may ``tell`` first."""
 JOINING_TIMEOUT_S = 600.0
 """Until all ranks have come to the meeting place."""

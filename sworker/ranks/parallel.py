@@ -22,8 +22,7 @@ need to agree on every loss.
 In a pipeline of stages every stage is such a group, with a rank 0 of its own. A
 step begins behind the first stage with GO_ON and the rows of the stage before,
 in place of BEGIN and token ids; in the first one it ends with COME_HOME and what
-the stages behind have made of the rows whose logits are wanted. Where prompts run in
-stages of their own, the first stage only embeds their steps (EMBED).
+the stages behind have made of the rows whose logits are wanted.
 
 With KV on the devices (``--kv-placement gpu``) every rank keeps the KV heads that its
 query heads read, and attends by itself: nothing is gathered or scattered. Rank 0's
@@ -45,7 +44,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.model.spec import ModelSpec
-from sworker.feed import Feed
+from sworker.buffers import Feed
 from sworker.graphs import StepGraphs
 from sworker.host_blocks import BlockMemory
 from sworker.model.skeleton import Model
@@ -54,7 +53,6 @@ from sworker.ranks.group import (
     ADVANCE,
     BEGIN,
     COME_HOME,
-    EMBED,
     GO_ON,
     KEEP_KV,
     LOGITS,
@@ -209,13 +207,6 @@ class ParallelSWorker(SWorker):
             _announce(self.ranks, inputs)
             return ParallelPass(self, inputs.lane, super().run_through(run))
 
-    def embed(self, rows: Tensor, lane: int) -> Pass:
-        """See ``SWorker``."""
-        with self.ranks.peers.exchanging():
-            self.ranks.tell(EMBED, lane, rows.shape[1])
-            self.ranks.share(rows)
-            return ParallelPass(self, lane, super().embed(rows, lane))
-
     @property
     def sinks(self) -> tuple[Tensor, ...] | None:
         """See ``SWorker``."""
@@ -305,9 +296,7 @@ class _Follower:
     def do(self, operation: int, lane: int, num_rows: int) -> None:
         """Its part of what rank 0 does."""
         ranks, passes = self._ranks, self._passes
-        if operation == EMBED:
-            passes[lane] = self._worker.embed(self._rows(num_rows), lane)
-        elif operation in (BEGIN, GO_ON):
+        if operation in (BEGIN, GO_ON):
             rows = self._rows(num_rows)
             x = self._hidden(num_rows) if operation == GO_ON else None
             passes[lane] = step = self._worker.begin(rows, lane, x=x)

@@ -78,16 +78,6 @@ def run_stage(worker: SWorker) -> tuple[torch.Tensor, torch.Tensor]:
     return output, forward.logits(np.arange(2))
 
 
-@torch.inference_mode()
-def run_embedding(worker: SWorker) -> tuple[torch.Tensor, torch.Tensor]:
-    """A step that is only embedded here, and logits of what comes home."""
-    forward = worker.embed(torch.tensor([[5, 9, 200], [0, 1, 2]]), 1)
-    assert forward.is_over
-    output = forward.output.clone()
-    forward.come_home(output[1:] * 2)
-    return output, forward.logits(np.arange(2))
-
-
 @pytest.fixture(scope="module")
 def paths(tiny_checkpoint: Callable[..., Path]) -> list[Path]:
     return [tiny_checkpoint(family) for family in FAMILIES]
@@ -148,7 +138,7 @@ def test_two_ranks_say_what_one_says(
 ) -> None:
     spec, whole = load_model(paths[index], device="cpu", dtype=torch.float32)
     alone = SWorker(spec, whole, CPU)
-    expected = [*run_passes(alone), *run_embedding(alone), *run_stage(alone)]
+    expected = [*run_passes(alone), *run_stage(alone)]
     is_padded = index % 2 == 1  # as the other does; padded steps begin as the model does
     ranks = meet(index)
     try:
@@ -160,7 +150,7 @@ def test_two_ranks_say_what_one_says(
         if graphs is not None:
             graphs.prepare()
         together = ParallelSWorker(spec, half, ranks, graphs)
-        found = [*run_passes(together), *run_embedding(together)]
+        found = run_passes(together)
         found += () if is_padded else run_stage(together)
     finally:
         ranks.close()

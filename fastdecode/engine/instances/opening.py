@@ -13,7 +13,7 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given, imports_for
 from fastdecode.core.host.openmp import is_spinning_chosen, spin_longer
 from fastdecode.core.resuming import Session
-from fastdecode.core.trace import NoTrace, Trace
+from fastdecode.core.trace import Trace
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.setup.transport import shares_thread
 from fastdecode.schedule.times import MeasuredTimes
@@ -38,7 +38,7 @@ def make_service(
         from fastdecode.engine.replanning.starting import slo_of
 
         slo_of(config.instances)
-    if config.instances.instances and not isinstance(trace, (NoTrace, type(None))):
+    if config.instances.instances and trace is not None:
         raise ConfigError(Given("trace"), " is of one engine: leave out the instances")
     if config.instances.instances:
         with imports_for("instances"):

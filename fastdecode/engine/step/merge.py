@@ -19,8 +19,7 @@ from fastdecode.engine.step.batch import HolderSpan, LocalSpan, StepBatch
 from fastdecode.wire.messages import AttendResult
 from sworker.buffers import as_tensor, to_device
 from sworker.device import Gpu
-from sworker.prefill import merge_attention
-from sworker.sinks import add_sinks
+from sworker.prefill import add_sinks, merge_attention
 
 
 class Merge:

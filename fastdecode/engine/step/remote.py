@@ -57,7 +57,7 @@ class AttentionPlan:
     """Most that q, k and v of a layer take."""
     _staging: dict[int, Staging] = field(default_factory=dict)  # by lane
     sinks: Seq[Tensor] | None = None
-    """Attention sinks of each layer, float32 [Hq]. See ``sworker.sinks``."""
+    """Attention sinks of each layer, float32 [Hq]. See ``sworker.prefill``."""
     prompts: DevicePrefill | None = None
     """Keeps prompts on the device until they are done. None if R-workers attend what they
     hold of them."""
