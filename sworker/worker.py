@@ -26,7 +26,7 @@ from sworker.buffers import KEPT_ROWS, LENT_LAYERS, Feed, Fetch, Fetched
 from sworker.device import Gpu, Mark, gpu_of
 from sworker.graphs import StepGraphs
 from sworker.host_blocks import BlockMemory
-from sworker.kernels.spinning import IdleThreads
+from sworker.kernels.threads import IdleThreads
 from sworker.model.skeleton import LayerRoom, Model, make_rooms
 from sworker.paged import PagedKV
 from sworker.sampling.sampler import Drawing, SampledToken, SamplingState, draw

@@ -15,8 +15,7 @@ from fastdecode.engine.pending_samples import PendingSamples, StepSamples
 from fastdecode.engine.prompt_logprobs import AskedRows, PromptQuestions
 from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.schedule.life import events
-from sworker.sampling.prompt_logprobs import prompt_logprobs
-from sworker.sampling.sampler import Drawing
+from sworker.sampling.sampler import Drawing, prompt_logprobs
 
 
 class _NoDrawing:

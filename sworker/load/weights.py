@@ -37,7 +37,6 @@ from sworker.model.moe import Correction, ExpertLinear
 from sworker.model.rope import QueryGrowth, RotaryTable
 from sworker.model.skeleton import Model
 from sworker.ranks.sharding import Shard, shard_spec
-from sworker.ranks.stages import ModulePaths
 
 Progress = Callable[[int, int], None]
 """Called with bytes read so far and bytes to read."""
@@ -45,6 +44,27 @@ Progress = Callable[[int, int], None]
 _PREDICTS_AHEAD = ("num_nextn_predict_layers", "num_mtp_modules", "num_mtp_layers")
 """Fields that count layers which predict more than one token."""
 _TARGET_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """Where a module of the whole model is in the part of it that is loaded."""
+
+    modules: frozenset[str]
+    layers: range
+
+    @classmethod
+    def of(cls, model: Model, layers: range) -> _Loaded:
+        return cls(frozenset(path for path, _ in model.named_modules()), layers)
+
+    def find(self, path: str) -> str | None:
+        """Return its path, or None if another stage has it."""
+        if path.startswith("layers."):
+            _, index, own = path.split(".", 2)
+            if int(index) not in self.layers:
+                return None
+            path = f"layers.{self.layers.index(int(index))}.{own}"
+        return path if path in self.modules else None
 
 
 def load_model(
@@ -97,7 +117,7 @@ def load_model(
     part = own if shard is None else shard_spec(own, shard)
     with torch.device("meta"):
         loaded = Model(part, with_embedding=with_embedding, with_head=with_head)
-        paths = ModulePaths(loaded, range(spec.num_layers) if layers is None else layers)
+        paths = _Loaded.of(loaded, range(spec.num_layers) if layers is None else layers)
         whole = Model(spec)
     held = range(0) if part.moe is None else part.moe.here
     placements = [] if checkpoint.is_random else _plan(checkpoint, spec, whole, paths, held)
@@ -133,12 +153,12 @@ def random_model(
     with torch.device("meta"):
         model, whole = Model(spec), Model(spec)
     _allocate(model, target, dtype)
-    _fill_randomly(model, whole, ModulePaths(model, range(spec.num_layers)), None, seed)
+    _fill_randomly(model, whole, _Loaded.of(model, range(spec.num_layers)), None, seed)
     return model.eval()
 
 
 def _fill_randomly(
-    model: Model, whole: Model, paths: ModulePaths, shard: Shard | None, seed: int = 0
+    model: Model, whole: Model, paths: _Loaded, shard: Shard | None, seed: int = 0
 ) -> None:
     """Draw every weight where it is. A matrix depends on the seed, its path in
     the whole model, dtype and kind of device alone: stages and shards hold parts
@@ -224,7 +244,7 @@ class _Heads:
 
 
 def _plan(
-    checkpoint: Checkpoint, spec: ModelSpec, model: Model, paths: ModulePaths, held: range
+    checkpoint: Checkpoint, spec: ModelSpec, model: Model, paths: _Loaded, held: range
 ) -> list[_Placement]:
     """Match every parameter of the whole model with tensors on disk, and every
     tensor on disk with a parameter; those that are loaded here, in the order on

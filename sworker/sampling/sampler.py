@@ -28,12 +28,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.errors import RequestError
-from fastdecode.core.sequence import TokenLogprob, validate_for_vocab
+from fastdecode.core.sequence import TokenLogprob
 from sworker.buffers import Fetched
-from sworker.sampling.groups import FEW_ELEMENTS, greatest_of
 from sworker.sampling.penalties import adjust, to_device
-from sworker.sampling.sampling_state import SamplingState
-from sworker.sampling.weights import controls_of, draw_few, draw_truncated, draw_whole, logprobs_of
+from sworker.sampling.sampling_state import SamplingState as SamplingState
+from sworker.sampling.weights import (
+    FEW_ELEMENTS,
+    controls_of,
+    draw_few,
+    draw_truncated,
+    draw_whole,
+    greatest_of,
+    logprobs_of,
+)
 
 NON_FINITE = "non_finite_logits"
 """The error code of a row that holds NaN or Inf."""
@@ -95,16 +102,6 @@ def _row_error(greatest: float, num_generated: int) -> RequestError:
         code=NON_FINITE,
     )
 
-
-__all__ = [
-    "NON_FINITE",
-    "Drawing",
-    "SampledToken",
-    "SamplingState",
-    "draw",
-    "sample",
-    "validate_for_vocab",
-]
 
 SHORT_LIST = 1024
 """Likeliest tokens that a truncated row looks at first: sorting 1,024 of 128k
@@ -323,3 +320,35 @@ def _blocks(rows: NDArray[np.int64], logits: Tensor) -> Iterator[NDArray[np.int6
     size = max(1, most // logits.shape[1])
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
+
+
+@torch.inference_mode()
+def prompt_logprobs(
+    logits_of: Callable[[NDArray[np.int64]], Tensor],
+    rows: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    count: int,
+    vocab_size: int,
+    device: torch.device,
+) -> Tensor:
+    """Log-probabilities of a prompt's tokens, each after those before it, by the model's own
+    distribution. A bounded number of rows at a time.
+
+    Args:
+        logits_of: rows of a step [b] → float32 [b, V].
+        rows: [P] whose logits.
+        tokens: [P] what follows each in its prompt.
+        count: of the likeliest.
+
+    Returns:
+        float64 [P, 2 + 2 · count], on the device: see ``logprobs_of``.
+    """
+    most = MAX_CPU_BLOCK_ELEMENTS if device.type == "cpu" else MAX_BLOCK_ELEMENTS
+    size = max(1, most // vocab_size)
+    found = []
+    for first in range(0, len(rows), size):
+        logits = logits_of(rows[first : first + size])
+        following = to_device(tokens[first : first + size], device)[:, None]
+        greatest = logits.amax(dim=1, keepdim=True)
+        found.append(logprobs_of(logits, greatest, following, min(count, vocab_size)))
+    return torch.cat(found)
