@@ -121,8 +121,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 def run_calibrate_s(args: argparse.Namespace) -> int:
     from fastdecode.core.config.engine import EngineConfig
-    from fastdecode.core.doubts import doubts
-    from fastdecode.core.measurement import ENOUGH
+    from fastdecode.core.measurement import ENOUGH, doubts
 
     asked = read_options(args, SMeasurement)
     config = EngineConfig.of(
@@ -152,10 +151,10 @@ def run_calibrate_s(args: argparse.Namespace) -> int:
 def run_calibrate_r(args: argparse.Namespace) -> int:
     from cost_model.fit import fit_decode
     from cost_model.shapes import read_model
-    from fastdecode.core.doubts import doubts
     from fastdecode.core.dtype import DType
     from fastdecode.core.host.cpus import available_cores
     from fastdecode.core.host.machine import default_kv_bytes
+    from fastdecode.core.measurement import doubts
     from rworker.measure import Effort, Host, measure_r_part
 
     asked = read_options(args, RMeasurement)
@@ -195,9 +194,8 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
 def run_calibrate_net(args: argparse.Namespace) -> int:
     from cost_model.shapes import read_model
     from cost_model.stages import LinkModel
-    from fastdecode.core.doubts import doubts
     from fastdecode.core.host.machine import this_machine
-    from fastdecode.core.measurement import NetProfile
+    from fastdecode.core.measurement import NetProfile, doubts
     from fastdecode.measure.link import measure_link
 
     asked = read_options(args, NetMeasurement)

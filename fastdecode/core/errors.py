@@ -21,11 +21,11 @@ process boundary raises one of these; ``assert`` is for our own invariants.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Final, NoReturn, TypeVar
-
-from fastdecode.core.install import pip_command
 
 CHILD_DIED: Final = "child_died"
 """Code of a RequestError that isn't the request's fault: the same request may succeed."""
@@ -106,6 +106,33 @@ class ConfigError(FastDecodeError):
     exit_code = 2
     is_of_command_line = False
     """Every rank with the same command line finds it, on any host."""
+
+
+def pip_command(extra: str, installed: metadata.Distribution | None = None) -> str:
+    """Return the command that installs an extra, for a checkout or for a package.
+
+    Args:
+        installed: How FastDecode was installed. By default, as this Python has it.
+    """
+    if installed is None:
+        try:
+            installed = metadata.distribution("fastdecode")
+        except metadata.PackageNotFoundError:  # nobody installed it: this is a checkout on the path
+            return _of_checkout(extra)
+    return _of_checkout(extra) if _is_editable(installed) else f"pip install 'fastdecode[{extra}]'"
+
+
+def _of_checkout(extra: str) -> str:
+    return f"pip install -e '.[{extra}]'"
+
+
+def _is_editable(installed: metadata.Distribution) -> bool:
+    """Return whether pip installed a checkout (PEP 610)."""
+    try:
+        origin = json.loads(installed.read_text("direct_url.json") or "{}")
+        return bool(origin.get("dir_info", {}).get("editable", False))
+    except (ValueError, AttributeError):
+        return False
 
 
 class MissingExtraError(ConfigError):

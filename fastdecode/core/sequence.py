@@ -10,14 +10,13 @@ from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias, cast
 
 from msgspec import Meta
 
-from fastdecode.core.cache_use import SHARED as SHARED
-from fastdecode.core.cache_use import CacheUse as CacheUse
 from fastdecode.core.errors import FastDecodeError, Given, RequestError
 from fastdecode.core.holders import KVSource, Residence, SequenceId
+from fastdecode.core.model.block_keys import MAX_SALT_CHARS
 from fastdecode.core.structured import StructuredOutputs
 from fastdecode.core.vllm_names import supported_sampling
 from fastdecode.core.words import is_unicode
@@ -381,6 +380,40 @@ def check_prompt(prompt: object) -> Prompt:
             code="invalid_prompt",
         )
     return prompt
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """What a request has to do with the KV cache of others.
+
+    Raises:
+        RequestError: (code ``invalid_cache``).
+    """
+
+    is_off: bool = False  # it leaves nothing behind, and takes nothing that others left
+    salt: str = ""  # it shares with requests of the same salt only
+    turn: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    """It is a turn of a conversation, whose earlier turns had so many leading
+    tokens of its prompt cached: its own last block is kept though it isn't
+    full. None: it isn't."""
+
+    def __post_init__(self) -> None:
+        salt: object = self.salt
+        if not isinstance(salt, str) or len(salt) > MAX_SALT_CHARS or not is_unicode(salt):
+            why = f": must be a string of at most {MAX_SALT_CHARS} characters, no lone surrogates"
+            raise RequestError(Given("cache_salt"), why, code="invalid_cache")
+
+    @classmethod
+    def of(cls, cache: object, salt: object) -> CacheUse:
+        """From what a request says; None: it doesn't."""
+        if cache not in (None, "on", "off"):
+            raise RequestError(
+                Given("cache", cache), ': must be "on" or "off"', code="invalid_cache"
+            )
+        return cls(cache == "off", "" if salt is None else cast(str, salt))
+
+
+SHARED = CacheUse()  # with all others of no salt
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 ``weight[r, c] = (value(code[r, c]) - zero[block]) · scale[block]``, computed in float32
 and rounded to the dtype that is asked for. See
-``fastdecode.core.model.weight_formats`` for the formats.
+``fastdecode.core.model.tensor_entry`` for the formats.
 """
 
 from __future__ import annotations

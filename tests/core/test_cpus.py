@@ -16,8 +16,8 @@ from fastdecode.core.host import cpus
 from fastdecode.core.host import facts as host
 from fastdecode.core.host.cpus import available_cores, cpu_quota
 from fastdecode.core.host.machine import default_kv_bytes, free_memory_bytes
-from fastdecode.core.host.user_cache import user_cache
 from fastdecode.core.model.local_models import hub_cache
+from fastdecode.core.model.weights_hash import user_cache
 from rworker.attention import AttentionExecutor
 
 ROOT = Path(fastdecode.__file__).parents[1]

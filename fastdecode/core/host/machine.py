@@ -10,8 +10,13 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from fastdecode.core.host.control_groups import CGROUPS, OWN_GROUPS, control_groups, read_number
-from fastdecode.core.host.cpus import available_cores
+from fastdecode.core.host.cpus import (
+    CGROUPS,
+    OWN_GROUPS,
+    available_cores,
+    control_groups,
+    read_number,
+)
 from fastdecode.core.measurement import Machine
 
 

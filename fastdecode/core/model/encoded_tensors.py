@@ -8,8 +8,15 @@ from collections.abc import Mapping
 
 from fastdecode.core.errors import CheckpointError
 from fastdecode.core.model.quantisation import Quantisation
-from fastdecode.core.model.tensor_entry import ITEM_BITS, Encoding, TensorEntry
-from fastdecode.core.model.weight_formats import AWQ_ORDER, FORMATS, UNUSED, Format
+from fastdecode.core.model.tensor_entry import (
+    AWQ_ORDER,
+    FORMATS,
+    ITEM_BITS,
+    UNUSED,
+    Encoding,
+    Format,
+    TensorEntry,
+)
 
 _EXPONENTS = ("U8", "F8_E8M0")
 _SCALES = ("F32", "F16", "BF16", "F8_E4M3", *_EXPONENTS)
