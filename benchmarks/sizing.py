@@ -92,9 +92,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--out", type=Path, help="write the table there, JSON, and Markdown beside it"
-    )
+    parser.add_argument("--out", type=Path, help="write the table there, and Markdown beside it")
     parser.add_argument("--tolerance", type=float, default=0.15)
     parser.add_argument("--least", type=int, default=10, help="steps that are to be within it")
     parser.add_argument("--rounds", type=int, default=3)

@@ -14,9 +14,10 @@ import hashlib
 import json
 import logging
 import math
+import operator
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,7 @@ from fastdecode.core.errors import CheckpointError
 from fastdecode.core.model.config_reader import ConfigReader
 from fastdecode.core.model.encoded_tensors import find_weights
 from fastdecode.core.model.families import check_implemented, read_model_spec
-from fastdecode.core.model.files import read_model_file
+from fastdecode.core.model.files import parse_json, read_model_file
 from fastdecode.core.model.hf_config import text_part
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.model.quantisation import read_quantisation
@@ -216,51 +217,38 @@ def _read_object(file: Path) -> Mapping[str, object]:
 
 
 def is_same(a: TensorEntry, b: TensorEntry) -> bool:
-    """Whether two tensors are alike in dtype, shape and every byte; reads both,
-    up to the first difference. Encoded ones are taken for different.
+    """Return True if two tensors have equal dtypes, shapes and bytes. Encoded ones count as
+    different.
 
     Raises:
-        CheckpointError: a file can't be read.
+        CheckpointError: If a file can't be read.
     """
     if (a.dtype, a.shape) != (b.dtype, b.shape) or a.encoding or b.encoding:
         return False
-    try:
-        with a.file.open("rb") as first, b.file.open("rb") as second:
-            first.seek(a.offset)
-            second.seek(b.offset)
-            for start in range(0, a.num_bytes, _COMPARED_BYTES):
-                count = min(_COMPARED_BYTES, a.num_bytes - start)
-                if first.read(count) != second.read(count):
-                    return False
-    except OSError as error:
-        raise CheckpointError(f"{a.file} can't be read: {error.strerror or error}.") from error
-    return True
+    return all(map(operator.eq, _chunks(a), _chunks(b)))
 
 
 def is_zero(entry: TensorEntry) -> bool:
-    """Whether every byte of a tensor that isn't encoded is zero.
+    """Return True if every byte of a tensor that isn't encoded is zero.
 
     Raises:
-        CheckpointError: the file can't be read.
+        CheckpointError: If the file can't be read.
     """
+    return not any(map(any, _chunks(entry)))
+
+
+def _chunks(entry: TensorEntry) -> Iterator[bytes]:
     try:
         with entry.file.open("rb") as file:
             file.seek(entry.offset)
             for start in range(0, entry.num_bytes, _COMPARED_BYTES):
-                if any(file.read(min(_COMPARED_BYTES, entry.num_bytes - start))):
-                    return False
+                yield file.read(min(_COMPARED_BYTES, entry.num_bytes - start))
     except OSError as error:
         raise CheckpointError(f"{entry.file} can't be read: {error.strerror or error}.") from error
-    return True
 
 
 def _parse_object(file: Path, data: bytes) -> dict[str, object]:
-    try:
-        parsed = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} is not valid JSON ({error}). Fetch the file again."
-        ) from None
+    parsed = parse_json(file, data)
     if not isinstance(parsed, dict):
         raise CheckpointError(
             f"{file} must hold a JSON object, not a {type(parsed).__name__}. Fetch the file again."

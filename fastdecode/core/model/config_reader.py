@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
-from fastdecode.core.errors import CheckpointError
+from fastdecode.core.errors import CheckpointError, Given
 
 
 class ConfigReader:
@@ -40,7 +41,7 @@ class ConfigReader:
         return sorted(asking - self.asked - set(known))
 
     def refuse(self, name: str, value: object, rule: str) -> CheckpointError:
-        found = "is missing" if value is None else f"is {_shorten(value)}"
+        found = "is missing" if value is None else f"is {Given(name, value).shown}"
         return CheckpointError(
             f"{self.where}: {name!r} {found}; it must be {rule}. The file is damaged or isn't "
             "this model's: "
@@ -92,15 +93,8 @@ class ConfigReader:
 
     def integers(self, name: str, *, low: int = 0, high: int) -> tuple[int, ...]:
         """A list of whole numbers within ``low..high``; a missing field is an empty one."""
-        _, value = self.find(name)
-        if value is None:
-            return ()
         rule = f"a list of whole numbers from {low} to {high}"
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            raise self.refuse(name, value, rule)
-        items = tuple(item for item in value if isinstance(item, int) and low <= item <= high)
-        if len(items) != len(value):
-            raise self.refuse(name, value, rule)
+        items = self._items(name, rule, lambda x: isinstance(x, int) and low <= x <= high)
         return tuple(map(int, items))
 
     def flag(self, name: str, default: bool) -> bool:
@@ -123,15 +117,7 @@ class ConfigReader:
 
     def strings(self, name: str) -> tuple[str, ...]:
         """A list of strings; a missing field is an empty one."""
-        _, value = self.find(name)
-        if value is None:
-            return ()
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            raise self.refuse(name, value, "a list of strings")
-        items = tuple(item for item in value if isinstance(item, str))
-        if len(items) != len(value):
-            raise self.refuse(name, value, "a list of strings")
-        return items
+        return self._items(name, "a list of strings", lambda x: isinstance(x, str))
 
     def mapping(self, *names: str) -> ConfigReader | None:
         """A reader of a nested object; None if the field is missing."""
@@ -155,14 +141,18 @@ class ConfigReader:
             ids.append(item)
         return tuple(ids)
 
+    def _items(self, name: str, rule: str, is_item: Callable[[Any], bool]) -> tuple[Any, ...]:
+        _, value = self.find(name)
+        if value is None:
+            return ()
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        if not is_list or not all(map(is_item, value)):
+            raise self.refuse(name, value, rule)
+        return tuple(value)
+
     def _positive(self, name: str, value: object, high: float) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= high:
             raise self.refuse(name, value, f"a number above 0 and at most {high:g}")
         if not math.isfinite(value):
             raise self.refuse(name, value, "finite")
         return float(value)
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -3,7 +3,6 @@ sizes, its attention."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from fastdecode.core.dtype import DType
@@ -28,14 +27,14 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu2",
     "xielu": "xielu",
 }
-_REFUSED_IF_TRUE = {
+REFUSED_IF_TRUE = {
     "is_encoder_decoder": "an encoder-decoder",
     "add_cross_attention": "cross-attention",
     "use_bidirectional_attention": "bidirectional attention",
     "apply_residual_connection_post_layernorm": "a residual taken after the norm",
     "pruned_heads": "pruned heads",
 }
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 _OF_ALL_PARTS = (
     "architectures",
     "tie_word_embeddings",
@@ -58,22 +57,6 @@ def text_part(reader: ConfigReader) -> ConfigReader:
         name: reader.fields[name] for name in _OF_ALL_PARTS if reader.fields.get(name) is not None
     }
     return ConfigReader({**text.fields, **whole}, reader.where)
-
-
-def refuse_features(
-    reader: ConfigReader, own: Mapping[str, str], *, has_experts: bool = False
-) -> None:
-    """Refuse fields that ask for what isn't implemented.
-
-    Args:
-        own: the family's, beside those of all families.
-        has_experts: the family has mixtures of experts.
-    """
-    others = {} if has_experts else dict.fromkeys(_EXPERTS, "a mixture of experts")
-    for name, feature in {**_REFUSED_IF_TRUE, **others, **own}.items():
-        value = reader.fields.get(name)
-        if (value and value != 1) or value is True:
-            raise refuse_feature(reader, name, feature)
 
 
 def refuse_feature(reader: ConfigReader, name: str, feature: str) -> UnsupportedModelError:

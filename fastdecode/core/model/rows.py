@@ -14,11 +14,13 @@ from typing import Any, TypeAlias, TypeVar
 from fastdecode.core.errors import UnsupportedModelError
 from fastdecode.core.model.config_reader import ConfigReader
 from fastdecode.core.model.hf_config import (
+    EXPERTS,
     MAX_HIDDEN,
     MAX_INTERMEDIATE,
     MAX_VOCAB,
+    REFUSED_IF_TRUE,
     read_activation,
-    refuse_features,
+    refuse_feature,
 )
 from fastdecode.core.model.names import CheckpointNames
 from fastdecode.core.model.rope import MAX_POSITIONS, RopeSpec, RotaryRules, read_rope
@@ -137,7 +139,6 @@ class Row:
     rotary: RotaryRules | None = None
     rotates: Callable[[ConfigReader, ModelSpec, LayerKinds], tuple[bool, ...]] | None = None
     """Which layers turn q and k; None: all, if any."""
-    has_experts: bool = False
     newer: Callable[[ConfigReader], ConfigReader] | None = None
     """Gives an older config the fields that newer ones have; None: as it is."""
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -156,8 +157,12 @@ class Row:
         return replace(self, family=family, architectures=architectures, fields=own, **changes)
 
     def refuse_features(self, reader: ConfigReader) -> None:
-        """Refuse what the config asks for and we don't implement."""
-        refuse_features(reader, self.refused, has_experts=self.has_experts)
+        """Refuse what the config asks for and is not implemented."""
+        others = {} if "moe" in self.fields else dict.fromkeys(EXPERTS, "a mixture of experts")
+        for name, feature in {**REFUSED_IF_TRUE, **others, **self.refused}.items():
+            value = reader.fields.get(name)
+            if (value and value != 1) or value is True:
+                raise refuse_feature(reader, name, feature)
 
     def read(self, reader: ConfigReader, spec: ModelSpec, max_len: int | None) -> ModelSpec:
         """What the config says.
