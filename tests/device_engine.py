@@ -37,9 +37,7 @@ from fastdecode.engine.step.prompts import DevicePrefill
 from fastdecode.engine.step.remote import AttentionPlan
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.schedule.hybrid.control import HybridOptions
-from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
-from fastdecode.schedule.hybrid.inputs import Guess
-from fastdecode.schedule.hybrid.rule import Margins
+from fastdecode.schedule.hybrid.forecast import Costs, Course, Guess, Known, Layout
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.reserving.holder_choice import OwnHolders
@@ -242,7 +240,7 @@ def record_drawn(gpu: RecordedGpu, s_worker: SWorker) -> None:
 def _sent_away(device: HolderId, layout: Layout) -> HybridOptions:
     """Whoever finds no room on the device goes to R-workers."""
 
-    def rule(known: Known, now: Course, costs: Costs, margins: Margins) -> Course:
+    def rule(known: Known, now: Course, costs: Costs, error: float) -> Course:
         return Course(layout, len(known.waiting))
 
     # However long asking takes: else the next time might be too soon.

@@ -13,7 +13,7 @@ from fastdecode.core.config.groups import Batching
 from fastdecode.core.holders import HolderId
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.hybrid.control import HybridControl, HybridOptions
-from fastdecode.schedule.hybrid.inputs import Guess
+from fastdecode.schedule.hybrid.forecast import Guess
 from fastdecode.schedule.life.events import Run
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions

@@ -12,7 +12,7 @@ from fastdecode.schedule.cache.costs import costs_of
 from fastdecode.schedule.cache.retention import Retention
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.hybrid.control import HybridOptions
-from fastdecode.schedule.hybrid.inputs import Guess
+from fastdecode.schedule.hybrid.forecast import Guess
 from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.reserving.holder_choice import OwnHolders
