@@ -151,11 +151,6 @@ class SWorker:
             cache.sinks = self.sinks
         return lanes
 
-    def begin_here(self, inputs: StepInputs, feed: Feed | None = None) -> Pass:
-        """``begin`` a step that attends on this device layer by layer: q, k and v are of
-        the heads that it keeps."""
-        return self.begin(inputs.rows, inputs.lane, feed, inputs.x)
-
     def together(self) -> AbstractContextManager[object]:
         """Within, all S-workers that act as one compute."""
         return contextlib.nullcontext()

@@ -143,25 +143,6 @@ class GatheredPass(ParallelPass):
         self.q, self.k, self.v = (torch.cat(kind, dim=1) for kind in kinds)
 
 
-class ParallelLayersPass(ParallelPass):
-    """One that attends on the ranks' own devices, layer by layer: q, k, v and o are of the
-    heads that this rank keeps. The others run all layers at once."""
-
-    def __init__(self, worker: ParallelSWorker, lane: int, own: Pass) -> None:
-        super().__init__(worker, lane, own)
-        self.place = own.place
-        self._take()
-
-    def advance(self, o: Tensor) -> bool:
-        goes_on = self._own.advance(o)
-        self._take()
-        return goes_on
-
-    def _take(self) -> None:
-        own = self._own
-        self.layer, self.q, self.k, self.v = own.layer, own.q, own.k, own.v
-
-
 def _announce(ranks: Ranks, inputs: StepInputs) -> None:
     """The others do their part of a step that attends on the ranks' own devices."""
     packed = torch.from_numpy(inputs.tables.pack())
@@ -226,14 +207,6 @@ class ParallelSWorker(SWorker):
         """See ``SWorker``: every rank keeps its own heads of all lanes."""
         super().swap(lanes)
         return LeadingLanes(lanes, self.ranks)
-
-    def begin_here(self, inputs: StepInputs, feed: Feed | None = None) -> Pass:
-        """See ``SWorker``. Until all layers are done nothing else may happen
-        (``together``): the other ranks run them at once."""
-        assert feed is None
-        _announce(self.ranks, inputs)
-        own = super().begin(inputs.rows, inputs.lane, x=inputs.x)
-        return ParallelLayersPass(self, inputs.lane, own)
 
     def together(self) -> AbstractContextManager[object]:
         """See ``SWorker``."""
@@ -352,6 +325,4 @@ class _Follower:
             return cache.attend(layer, q, k, v, step, place)
 
         inputs = StepInputs(lane, rows, tables, x)
-        if lanes is not None:
-            return worker.begin_here(inputs).run(attend)
         return worker.run_through(partial(run_step, worker, self._whole, inputs, step, attend))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -31,7 +30,7 @@ from fastdecode.engine.step.attention import Begun, StepRecord
 from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.remote import AttentionPlan
 from fastdecode.engine.step.swapped import SwappedLanes
-from fastdecode.engine.step.torch_executor import TorchExecutor
+from fastdecode.engine.step.torch_executor import AttendPaged, TorchExecutor
 from fastdecode.wire.messages import BeginStep
 from fastdecode.wire.transport import closed_error
 from rworker.blocks.appending import Appended
@@ -92,37 +91,32 @@ class DeviceWorker(InlineConnection):
         for holder in memories:
             memories[holder] = s_worker.keep_on_host(memories[holder])
 
-    def begin_step(self, begin: BeginStep) -> BegunStep:
-        """Make room for a step's tokens, and say where they go. Rows stand in
-        the order of ``begin``'s sequences: decoded ones, later chunks, first
-        chunks."""
+    def begin_step(self, begin: BeginStep) -> tuple[StepTables, CacheState, AttendPaged]:
+        """Make room for a step's tokens.
+
+        Returns:
+            Where they go, by rows in the order of ``begin``'s sequences (decoded ones, later
+            chunks, first chunks); the cache's books; and what attends in the cache.
+        """
         self.work()
         if not self.is_open:
             raise closed_error(self.peer, by_peer=True)
         own = self._state.cache_of(WORKER, begin.holder)
         store = own.books.store
         appended = own.books.begin_step(begin)
-        self._executor.begin_step(own.holder, begin, appended, store)
-        tables = _tables(begin, appended, store)
-        return BegunStep(tables, own.books, self._executor.caches[own.holder])
+        attend = self._executor.begin_step(own.holder, begin, appended, store)
+        return _tables(begin, appended, store), own.books, attend
 
     def end_step(self, begin: BeginStep) -> None:
         """All layers of a step are done, or queued on the device."""
-        self._state.cache_of(WORKER, begin.holder).books.steps.finish(begin.lane, begin.step)
+        own = self._state.cache_of(WORKER, begin.holder)
+        self._executor.end_step(own.holder)
+        own.books.steps.finish(begin.lane, begin.step)
 
     def fail(self) -> None:
         """The device has failed: its caches are gone, and their memory is free."""
         self.close()
         self._executor.drop_all()
-
-
-@dataclass(frozen=True, eq=False)
-class BegunStep:
-    """A step for which a ``DeviceWorker`` has made room."""
-
-    tables: StepTables
-    books: CacheState
-    cache: PagedKV
 
 
 def _tables(begin: BeginStep, appended: Appended, store: KVStore) -> StepTables:
@@ -166,7 +160,6 @@ class DeviceStep:
         batch: The step, of these rows alone.
         record: Gets times, and the holder if it is lost.
         fail: Called with what the device raises when it attends.
-        swap: Brings the lane's KV, which layers wait for. None if nothing is swapped.
     """
 
     def __init__(
@@ -175,29 +168,19 @@ class DeviceStep:
         batch: StepBatch,
         record: StepRecord,
         fail: Callable[[Exception], object],
-        swap: SwappedLanes | None = None,
     ) -> None:
         (self.span,) = batch.spans
-        self._worker, self._batch, self._record = worker, batch, record
-        self._fail, self._swap = fail, swap
-        begun = worker.begin_step(self.span.begin)
-        self._tables, self._books, self._cache = begun.tables, begun.books, begun.cache
+        self._worker, self._batch, self._record, self._fail = worker, batch, record, fail
+        self._tables, self._books, self._attend = worker.begin_step(self.span.begin)
         self.paged = self._tables.upload(worker.device, worker.gpu)
 
     @torch.inference_mode()
     def run(self, s_worker: SWorker, whole: WholeSteps | None) -> Pass:
         """Run all layers. ``whole``: runs decode steps as one graph."""
         feed, inputs = self._batch.feed, self.inputs
-        if self._swap is None:
-            run = partial(run_step, s_worker, whole, inputs, self.paged, self.attend, feed)
-            forward = s_worker.run_through(run, inputs)
-        else:
-            with s_worker.together():
-                forward = s_worker.begin_here(inputs, feed).run(self.attend)
-            forward.is_over = True
+        run = partial(run_step, s_worker, whole, inputs, self.paged, self.attend, feed)
+        forward = s_worker.run_through(run, inputs)
         if self.span.holder not in self._record.lost:
-            if self._swap is not None:
-                self._swap.end_step(self.span.holder)
             self._worker.end_step(self.span.begin)
         return forward
 
@@ -224,15 +207,13 @@ class DeviceStep:
             return torch.zeros_like(q)
         started = time.perf_counter()
         try:
-            if self._swap is not None:
-                self._swap.kv.wait(layer)
-            o = self._cache.attend(layer, q, k, v, self.paged, place)
+            o = self._attend(layer, q, k, v, self.paged, place)
         except Exception as error:
             self._fail(error)
             record.lost.add(holder)
             return torch.zeros_like(q)
         # On a GPU nothing waits for the end of a layer to take its time.
-        if self._cache.pool.device.type == "cpu":
+        if q.device.type == "cpu":
             seconds = time.perf_counter() - started
             record.r_s[holder] += seconds
             record.in_s_part_s += seconds
@@ -284,7 +265,7 @@ class DeviceAttention:
                 return self.plan.begin(batch, s_worker)
         record, worker = StepRecord(batch.spans), self._workers[batch.spans[0].holder]
         try:
-            step = DeviceStep(worker, batch, record, self._fail, self.swap)
+            step = DeviceStep(worker, batch, record, self._fail)
         except Exception as error:
             plan = self._fail(error)
             return plan.begin(batch, s_worker)

@@ -138,15 +138,13 @@ class MixedAttention:
         away = [x for x in batch.spans if x not in own]
         if not away:
             return self._begin_at_home(batch, s_worker)
-        record, begun = self.plan.begin(_only(batch, away) if own else batch, s_worker)
+        record, begun = self.plan.begin(_only(batch, away) if own else batch, s_worker, own)
         assert begun.remote is not None
         self.home.goes_away(begun.remote)
         if not own:
             return record, begun
-        both = StepRecord((*record.spans, *own))
-        begun.remote.record = both
-        part = self._part(_only(batch, own), both, StepMode.LAYERED, own[0].rows)
-        return both, begun._replace(parts=(*begun.parts, part))
+        part = self._part(_only(batch, own), record, StepMode.LAYERED, own[0].rows)
+        return record, begun._replace(parts=(*begun.parts, part))
 
     def _begin_at_home(self, batch: StepBatch, s_worker: SWorker) -> tuple[StepRecord, Begun]:
         record, mode = StepRecord(batch.spans), self.home.next_way()

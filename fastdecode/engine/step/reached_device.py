@@ -19,17 +19,19 @@ from dataclasses import dataclass
 from typing import Final
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.engine.step.device import BegunStep, DeviceWorker
-from fastdecode.engine.step.torch_executor import TorchExecutor
+from fastdecode.engine.step.device import DeviceWorker
+from fastdecode.engine.step.torch_executor import AttendPaged, TorchExecutor
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import BeginStep, Failed, FromRWorker, Inspect, ToRWorker
 from fastdecode.wire.transport import CLOSED, TIMEOUT, PeerLostError, timeout_error
+from rworker.cache_state import CacheState
 from rworker.inline import WORKER
 from rworker.instructions import EndStep, HangUp, Instruction
 from rworker.tiers.tiers import POLL_S
 from rworker.transfers.background_transfers import BackgroundTransfers, TransferNews
 from rworker.transfers.neighbours import Neighbourhood
 from rworker.worker import Peer, RWorker, last_words
+from sworker.step_tables import StepTables
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +90,7 @@ class ReachedDevice(DeviceWorker):
         self._thread = threading.Thread(target=self._serve, name=f"rworker-{name}", daemon=True)
         self._thread.start()
 
-    def begin_step(self, begin: BeginStep) -> BegunStep:
-        """See ``DeviceWorker``."""
+    def begin_step(self, begin: BeginStep) -> tuple[StepTables, CacheState, AttendPaged]:
         with self._changed:
             return super().begin_step(begin)
 

@@ -62,22 +62,24 @@ class AttentionPlan:
     """Keeps prompts on the device until they are done. None if R-workers attend what they
     hold of them."""
 
-    def begin(self, batch: StepBatch, s_worker: SWorker) -> tuple[StepRecord, Begun]:
-        """Begin a step. See ``Attention``."""
+    def begin(
+        self, batch: StepBatch, s_worker: SWorker, beside: Seq[HolderSpan] = ()
+    ) -> tuple[StepRecord, Begun]:
+        """Begin a step. ``beside``: spans that are attended elsewhere, for its record."""
         if not batch.local and not batch.closed and self.sinks is None:
-            record = StepRecord(batch.spans)
+            record = StepRecord((*batch.spans, *beside))
             remote = RemotePart(self, batch, record)
             return record, Begun((remote,), remote=remote)
-        return self._begin_shared(batch)
+        return self._begin_shared(batch, beside)
 
-    def _begin_shared(self, batch: StepBatch) -> tuple[StepRecord, Begun]:
+    def _begin_shared(self, batch: StepBatch, beside: Seq[HolderSpan]) -> tuple[StepRecord, Begun]:
         """Begin a step some rows of which others attend, too, or alone."""
         held = None if self.prompts is None else self.prompts.begin(batch)
         batch = batch if held is None else held.batch
         if self.sinks is not None:
             spans = [replace(x, begin=structs.replace(x.begin, want_lse=True)) for x in batch.spans]
             batch = replace(batch, spans=tuple(spans))
-        record, merge = StepRecord(batch.spans), None
+        record, merge = StepRecord((*batch.spans, *beside)), None
         if batch.closed or self.sinks is not None or any(local.merge for local in batch.local):
             merge = Merge(batch, self.device, self.gpu, self.sinks)
         remote = RemotePart(self, batch, record, merge)

@@ -15,10 +15,11 @@ import threading
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.step.device_memory import Bytes, DeviceMemory
-from fastdecode.engine.step.torch_executor import TorchExecutor, kv_spec_of
+from fastdecode.engine.step.torch_executor import AttendPaged, TorchExecutor, kv_spec_of
 from fastdecode.wire.blocks import ChunkForm
 from fastdecode.wire.messages import AttendResult, BeginStep
 from rworker.blocks.appending import Appended
@@ -27,7 +28,7 @@ from rworker.instructions import Compute, CopyBlocks, PlaceChunk, Prepare
 from rworker.tiers.disk import Disk
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
-from sworker.paged import BlockKernels, PagedKV, StoredKV
+from sworker.paged import BlockKernels, PagedKV, PagedStep, StoredKV
 from sworker.swap.host import HostKV
 from sworker.swap.swapped import Blocks, LaneMover, SwappedKV
 from sworker.worker import SWorker
@@ -161,10 +162,20 @@ class LaneExecutor(TorchExecutor):
 
     def begin_step(
         self, holder: HolderId, begin: BeginStep, appended: Appended, store: KVStore
-    ) -> None:
-        """See ``SwappedLanes``."""
+    ) -> AttendPaged:
         self._lanes.begin_step(holder, begin, appended, store)
-        super().begin_step(holder, begin, appended, store)
+        attend, wait = super().begin_step(holder, begin, appended, store), self._lanes.kv.wait
+
+        def attend_when_here(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, step: PagedStep, out: Tensor | None
+        ) -> Tensor:
+            wait(layer)
+            return attend(layer, q, k, v, step, out)
+
+        return attend_when_here
+
+    def end_step(self, holder: HolderId) -> None:
+        self._lanes.end_step(holder)
 
     def compute(self, compute: Compute) -> AttendResult:
         """See ``TorchExecutor``."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
@@ -40,7 +42,10 @@ from rworker.tiers.tiers import Tiers
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
 from sworker.host_blocks import BlockMemory, HostBlocks
-from sworker.paged import BlockKernels, PagedKV, StoredKV
+from sworker.paged import BlockKernels, PagedKV, PagedStep, StoredKV
+
+AttendPaged: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, PagedStep, "Tensor | None"], Tensor]
+"""See ``PagedKV.attend``."""
 
 
 class TorchExecutor:
@@ -90,11 +95,16 @@ class TorchExecutor:
 
     def begin_step(
         self, holder: HolderId, begin: BeginStep, appended: Appended, store: KVStore
-    ) -> None:
+    ) -> AttendPaged:
         """Prepare a holder's cache for a step: it finds what it reads, and its own
-        copies of blocks that others share."""
+        copies of blocks that others share. Returns what attends in it."""
+        cache = self.caches[holder]
         if appended.copy_sources.size:
-            self.caches[holder].copy_blocks(appended.copy_sources, appended.copy_targets)
+            cache.copy_blocks(appended.copy_sources, appended.copy_targets)
+        return cache.attend
+
+    def end_step(self, holder: HolderId) -> None:
+        """Note that all layers of a step are done, or queued on the device."""
 
     def copy_blocks(self, copy: CopyBlocks) -> None:
         """See ``RWorkerExecutor``."""
