@@ -29,8 +29,8 @@ from fastdecode.engine.fleet.pool import MixedPool, WorkerPool
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.setup.device_caches import reach_device, reach_swapped
 from fastdecode.engine.setup.workers import Reached, reach_threads
-from fastdecode.engine.step.attention import Attention
 from fastdecode.engine.step.device import DeviceWorker, whole_steps
+from fastdecode.engine.step.lane_step import Attention
 from fastdecode.engine.step.mixed_step import DeviceLane, MixedAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.prompts import DevicePrefill

@@ -39,7 +39,7 @@ from fastdecode.engine.stages.relay import (
     Regreeting,
     Relay,
 )
-from fastdecode.engine.step.attention import Attention
+from fastdecode.engine.step.lane_step import Attention
 from fastdecode.wire.messages import (
     MAX_LANES,
     PROTOCOL_VERSION,

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.engine.fleet.groups import HolderPool
-from fastdecode.engine.step.attention import Begun, StepRecord
 from fastdecode.engine.step.batch import HolderSpan, StepBatch
 from fastdecode.engine.step.device import DeviceStep, DeviceWorker
+from fastdecode.engine.step.lane_step import Begun, StepRecord
 from fastdecode.engine.step.remote import AttentionPlan, RemotePart
 from sworker.device import Event, Gpu, gpu_of
 from sworker.whole import SlicedPass, WholeSteps

@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.trace import Trace
-from fastdecode.engine.step.attention import Attention, Outgoing
 from fastdecode.engine.step.batch import StepBatch
-from fastdecode.engine.step.lane_step import HostCopy, LaneStep, StageForward
+from fastdecode.engine.step.lane_step import Attention, HostCopy, LaneStep, Outgoing, StageForward
 from fastdecode.wire.blocks import TakenOver
 from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Welcome
 from fastdecode.wire.stages import StageDone

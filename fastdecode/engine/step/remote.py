@@ -24,8 +24,8 @@ from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.spec import AttentionSpec
 from fastdecode.engine.fleet.groups import HolderPool
-from fastdecode.engine.step.attention import Begun, StepRecord
 from fastdecode.engine.step.batch import HolderSpan, StepBatch
+from fastdecode.engine.step.lane_step import Begun, StepRecord
 from fastdecode.engine.step.merge import Merge
 from fastdecode.engine.step.prompts import DevicePrefill, PromptPart
 from fastdecode.wire.messages import Attend, AttendResult
