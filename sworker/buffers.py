@@ -43,7 +43,6 @@ class Room:
 
     Args:
         make: memory of so many bytes, uint8.
-        num_bytes: to begin with.
     """
 
     def __init__(self, make: Callable[[int], Tensor], num_bytes: int = 0) -> None:
@@ -312,7 +311,6 @@ class Fetch:
     computed.
 
     Args:
-        gpu: where they are.
         num_bytes: pinned memory to begin with.
     """
 

@@ -218,9 +218,6 @@ def _host_memory_of(device: torch.device) -> HostMemory:
 class CudaStream:
     """A stream of CUDA's. What torch does in three or four calls of Python for each
     of these takes a third of a unit's time together.
-
-    Args:
-        raw: torch's.
     """
 
     __slots__ = ("_passed", "raw")

@@ -34,7 +34,6 @@ class HostBlocks:
     """See the module, and ``BlockMemory``.
 
     Args:
-        cache: on the device.
         num_slots: blocks to have room for.
         gpu: the device's driver, in place of torch's.
 
@@ -50,7 +49,6 @@ class HostBlocks:
         self._pairs = [(self._room(pool), pool) for pool in pools]
 
     def copy(self, slots: Sequence[int], blocks: Sequence[int], *, is_fetch: bool) -> None:
-        """See ``BlockMemory``."""
         for slot, block in zip(slots, blocks, strict=True):
             for stored, cached in self._both(slot, block):
                 there, here = (cached, stored) if is_fetch else (stored, cached)

@@ -48,12 +48,7 @@ Decode = Callable[..., None]
 
 @dataclass(frozen=True)
 class Trial:
-    """Kernels, and what an engine will ask of them.
-
-    Args:
-        dtype: the activations'.
-        decode: attention in plain torch.
-    """
+    """Kernels, and what an engine will ask of them."""
 
     kernels: BlockKernels
     kv: KVSpec

@@ -59,7 +59,6 @@ class SplitShape:
     """How large a list of pieces may get: what fixed memory is taken for.
 
     Args:
-        num_tiles: query tiles, N.
         num_shares: into how many equal shares all work is divided, of one KV head.
         tile_tokens: tokens of a query tile at most.
     """

@@ -171,9 +171,7 @@ class PagedKV:
 
     Args:
         kv: heads, dims, dtype and block size.
-        attention: one spec a layer.
         num_blocks: block ids are 0 … num_blocks - 1, the same in every layer.
-        device: where.
         kernels: that read and write blocks where they lie, in place of those
             that there are for the device. They are tried first.
         dtype: of activations; None: the cache's, or float32 with int8.

@@ -63,7 +63,6 @@ def local_causal_attention(
         k, v: [T, Hkv, D], in q's dtype.
         starts: the first row of each sequence, ascending from 0; T may stand at
             the end.
-        spec: the layer's attention.
         want_lse: whether the log-sum-exp of the scores is wanted, to merge with
             a past.
 

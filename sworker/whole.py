@@ -92,7 +92,6 @@ class WholeSteps:
     Args:
         graphs: the model, its lanes' memory and buckets, and the graphs.
         cache: K and V, with kernels that read them where they lie.
-        max_tokens: of the longest sequence.
     """
 
     def __init__(self, graphs: StepGraphs, cache: PagedKV, max_tokens: int) -> None:

@@ -46,9 +46,7 @@ class SWorker:
     """A model on a device. It holds no KV and no sequence state.
 
     Args:
-        spec: the whole model's.
         model: the model, or this rank's part of it.
-        device: where it is.
         graphs: runs small steps in fixed memory, as CUDA graphs; None: every
             step as it is.
         gpu: the device's driver, in place of the one that torch has.

@@ -123,7 +123,6 @@ class OutputFold:
     """One request's deltas, put together.
 
     Args:
-        request_id: of all of them.
         prompt: given back with the output.
         num_sequences: the request's ``n``.
     """

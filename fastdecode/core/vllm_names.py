@@ -183,7 +183,6 @@ def engine_options(options: Mapping[str, Any], known: Iterable[str], model: str)
 
     Args:
         options: as given, by name; some may be vLLM's.
-        known: names of options here.
         model: the model directory: its tokenizer may be named, too.
 
     Raises:

@@ -134,7 +134,6 @@ class LayerCalls:
         return x, qkv
 
     def post_attention(self, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Layer``."""
         if x.shape[0] != self._num_rows:
             self._lay_out(x.shape[0])
         x = self._mlp_norm(x, self._o(o.flatten(1)), torch.empty_like(x))

@@ -292,7 +292,6 @@ class Tiling:
 
     Args:
         tile: tokens of a step of its loop, 16, 32 or 64: they divide ``kv_splits.UNIT``.
-        num_warps: of a program.
         num_stages: of its loop; K and V have one buffer each less of them.
         precision: of products of float32: "ieee", or "tf32x3", which is off by 2^-22 of a
             product and takes a third of the registers where rows are many.
@@ -313,8 +312,6 @@ def tiling_of(
     programs with two buffers each fit into a multiprocessor, or two.
 
     Args:
-        dtype: q's.
-        num_rows: of a program, M.
         shared_memory: bytes that a program may have.
     """
     is_large, padded = shared_memory >= LARGE_SHARED_MEMORY, max(16, _power_of_2(head_dim))

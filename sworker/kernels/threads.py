@@ -127,9 +127,7 @@ class SpareThreads:
     thread of its own. With them the runtime counts more threads than cores.
 
     Args:
-        library: the runtime's file.
         num_threads: that the engine's regions have.
-        num_cores: of this process.
     """
 
     def __init__(self, library: str, num_threads: int, num_cores: int) -> None:
@@ -162,7 +160,6 @@ def watch_idle_threads(library: str | None, num_threads: int, num_cores: int) ->
 
     Args:
         library: the runtime's file; None: it isn't known.
-        num_cores: of this process.
     """
     if num_threads < 2 or library is None or not Path(library).name.startswith("libgomp"):
         return None

@@ -86,7 +86,6 @@ def load_model(
     Args:
         model: the directory, opened or not. Opened as ``random``: its weights are
             made on the device.
-        device: where the weights go.
         dtype: of weights and activations: float32, float16 or bfloat16; None is
             the checkpoint's own.
         kv_dtype: of the KV cache. If it is quantised, keys beside large biases are evened out.
@@ -165,7 +164,6 @@ def _fill_randomly(
     of one model. Norms are neutral, biases zero.
 
     Args:
-        whole: without storage.
         paths: where a module of ``whole`` is in ``model``.
         shard: this rank's part of every weight; None: all.
     """

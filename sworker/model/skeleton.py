@@ -212,7 +212,6 @@ class Model(nn.Module):
     Args:
         spec: of the layers that it has.
         with_embedding: it begins with token ids, not with hidden states.
-        with_head: it ends with logits.
     """
 
     embed_positions: Embedding | None

@@ -48,12 +48,7 @@ class KVMaker(Protocol):
 
 
 class LeadingBlocks:
-    """Rank 0's; see ``BlockMemory``.
-
-    Args:
-        memory: its own.
-        ranks: it, and the others.
-    """
+    """Rank 0's; see ``BlockMemory``."""
 
     def __init__(self, memory: BlockMemory, ranks: Ranks) -> None:
         self._memory, self._ranks = memory, ranks
@@ -62,7 +57,6 @@ class LeadingBlocks:
             ranks.order(KEEP_ON_HOST, number=memory.num_slots)
 
     def copy(self, slots: Sequence[int], blocks: Sequence[int], *, is_fetch: bool) -> None:
-        """See ``BlockMemory``."""
         with self._ranks.peers.exchanging():
             ids = torch.tensor((slots, blocks), dtype=torch.int64)
             self._ranks.order(FETCH_BLOCKS if is_fetch else STORE_BLOCKS, ints=ids)
@@ -70,12 +64,7 @@ class LeadingBlocks:
 
 
 class LeadingLanes:
-    """Rank 0's; see ``LaneMover``.
-
-    Args:
-        kv: its own.
-        ranks: it, and the others.
-    """
+    """Rank 0's; see ``LaneMover``."""
 
     def __init__(self, kv: SwappedKV, ranks: Ranks) -> None:
         self._kv, self._ranks = kv, ranks
@@ -85,19 +74,16 @@ class LeadingLanes:
             ranks.order(SWAP_LANES, len(kv.hosts), num_blocks)
 
     def enter(self, lane: int, past: Blocks) -> PagedKV:
-        """See ``SwappedKV``."""
         with self._ranks.peers.exchanging():
             self._ranks.order(ENTER_LANE, lane, ints=torch.from_numpy(past))
             return self._kv.enter(lane, past)
 
     def leave(self, tokens: NDArray[np.int64]) -> None:
-        """See ``SwappedKV``."""
         with self._ranks.peers.exchanging():
             self._ranks.order(LEAVE_LANE, 0, ints=torch.from_numpy(tokens))
             self._kv.leave(tokens)
 
     def prefetch(self, lane: int, blocks: Blocks) -> None:
-        """See ``SwappedKV``."""
         with self._ranks.peers.exchanging():
             self._ranks.order(PREFETCH_LANE, lane, ints=torch.from_numpy(blocks))
             self._kv.prefetch(lane, blocks)
@@ -108,7 +94,6 @@ class FollowingKV:
 
     Args:
         model: this rank's part of it.
-        ranks: it, and the others.
         make: makes what rank 0 says; None: R-workers keep K and V.
     """
 

@@ -177,7 +177,6 @@ class ParallelSWorker(SWorker):
 
     @property
     def sinks(self) -> tuple[Tensor, ...] | None:
-        """See ``SWorker``."""
         return shard_sinks(self.model.sinks, self.ranks.shard)
 
     def attend_in(self, cache: PagedKV) -> bool:
@@ -196,7 +195,6 @@ class ParallelSWorker(SWorker):
         return LeadingLanes(lanes, self.ranks)
 
     def together(self) -> AbstractContextManager[object]:
-        """See ``SWorker``."""
         return self.ranks.peers.exchanging()
 
     def drawn(self, drawing: Drawing) -> list[SampledToken]:
@@ -241,13 +239,7 @@ def mirror(
 
 
 class _Follower:
-    """A rank behind the first, between two of that one's orders.
-
-    Args:
-        worker: its S-worker.
-        ranks: it, and the others.
-        kv: what it keeps.
-    """
+    """A rank behind the first, between two of that one's orders."""
 
     def __init__(self, worker: SWorker, ranks: Ranks, kv: FollowingKV) -> None:
         self._worker, self._ranks, self._kv = worker, ranks, kv

@@ -32,7 +32,6 @@ class PeerWatch:
     nothing is noticed.
 
     Args:
-        processes: rank → process id.
         on_end: called with the ranks that have ended, once, in a thread of its
             own, when the first does.
     """

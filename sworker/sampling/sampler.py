@@ -213,7 +213,6 @@ def draw(
     Args:
         logits: float32 [B, V], B >= 1, on any device. Bias and penalties are
             applied **in place**.
-        states: one a row.
         fetch: takes what was drawn to the host, in one copy.
     """
     assert logits.dtype == torch.float32 and logits.dim() == 2 and len(states) == logits.shape[0]
@@ -338,7 +337,6 @@ def prompt_logprobs(
         logits_of: rows of a step [b] → float32 [b, V].
         rows: [P] whose logits.
         tokens: [P] what follows each in its prompt.
-        count: of the likeliest.
 
     Returns:
         float64 [P, 2 + 2 · count], on the device: see ``logprobs_of``.

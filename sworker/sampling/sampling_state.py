@@ -56,7 +56,6 @@ class SamplingState:
         prompt_token_ids: what the repetition penalty counts beside the output.
         eos_token_ids: any of them ends the sequence unless
             ``params.ignore_eos``.
-        vocab_size: width of the logits.
         sample_index: which of the request's n completions this is.
         output_token_ids: tokens generated before a suspension; the next draw
             goes on as if there had been none.

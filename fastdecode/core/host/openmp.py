@@ -25,7 +25,6 @@ def bound_spinning(environ: MutableMapping[str, str], modules: Container[str]) -
     """Bound it for a runtime that is not loaded yet, unless the user has decided.
 
     Args:
-        environ: this process's environment.
         modules: that are imported; with torch it is too late.
     """
     if "torch" not in modules and _POLICY not in environ:

@@ -45,7 +45,6 @@ def tail_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
     Args:
         parent: as of ``block_keys``.
-        token_ids: of the block.
     """
     data = np.array(token_ids, "<i4").tobytes()
     return blake2b(parent + data, digest_size=KEY_BYTES, person=b"tail").digest()

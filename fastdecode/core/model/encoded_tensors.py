@@ -31,9 +31,6 @@ def find_weights(tensors: _Tensors, quantisation: Quantisation | None) -> dict[s
     and zero points of each quantised weight. What concerns quantised activations
     is left out.
 
-    Args:
-        quantisation: what the config says.
-
     Raises:
         CheckpointError: scales are missing, or shapes don't fit each other.
     """

@@ -24,7 +24,6 @@ def generation_defaults(model: Path, generation_config: str = "auto") -> dict[st
     """Sampling parameters for requests that don't say them, by name.
 
     Args:
-        model: the model directory.
         generation_config: ``ignore``: none; ``auto``: those of the file. Where
             it says ``do_sample: false``, what is about sampling doesn't count,
             as for transformers.
@@ -62,7 +61,6 @@ def with_defaults(
         defaults: of ``generation_defaults``. Greedy requests take none of them
             but ``max_tokens``: their tokens are the model's own.
         given: for all requests, by the command line.
-        said: by the request itself.
     """
     chosen = {**given, **said}
     if chosen.get("temperature", defaults.get("temperature")) == 0:

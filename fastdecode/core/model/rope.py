@@ -111,7 +111,6 @@ def read_rope(
     entry for each kind of layer). Where both are, the old one counts.
 
     Args:
-        head_dim: dims of a head.
         max_positions: ``max_position_embeddings``.
         max_len: the length limit that was asked for, if any; chooses longrope's
             factors.

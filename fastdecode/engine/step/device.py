@@ -51,7 +51,6 @@ class DeviceWorker(InlineConnection):
     thread, and decides as every R-worker does; the S-worker attends in its cache.
 
     Args:
-        executor: has the cache.
         kv_bytes: memory for K and V; as many blocks as fit are offered.
         name: For people. By default it is made of its device.
     """
@@ -156,7 +155,6 @@ class DeviceStep:
     """A step's rows whose KV is on the device.
 
     Args:
-        worker: Has the KV.
         batch: The step, of these rows alone.
         record: Gets times, and the holder if it is lost.
         fail: Called with what the device raises when it attends.
@@ -225,7 +223,6 @@ class DeviceAttention:
 
     Args:
         workers: The caches, by their holders.
-        device: What each holder is.
         s_worker: Its decode steps are captured now, as a whole, if it captures graphs.
         swap: Brings lanes' caches. None if all are on the device.
     """

@@ -51,17 +51,14 @@ class DeviceMemory:
         self._buffers = BufferPool()
 
     def read(self, block: int, into: Bytes) -> None:
-        """See ``CacheMemory``."""
         for rows, there in self._both(block, range(self.num_layers), into):
             there[:] = rows.contiguous().cpu().view(torch.uint8).reshape(len(there), -1).numpy()
 
     def write(self, layers: range, block: int, data: Bytes) -> None:
-        """See ``CacheMemory``."""
         for rows, came in self._both(block, layers, data):
             rows.copy_(torch.from_numpy(came.copy()).view(rows.dtype).view(rows.shape))
 
     def clear(self, block: int) -> None:
-        """See ``CacheMemory``."""
         for part in self._parts:
             self._rows(part, block).zero_()
 
@@ -69,7 +66,6 @@ class DeviceMemory:
         """A chunk's data, uint8 [B]. It holds for as long as it is referred to.
 
         Args:
-            request: fits the cache.
             places: where that is, as ``PlaceChunk`` has it.
         """
         cache, (layers, heads) = self._stored(), sides_of(request)
@@ -86,7 +82,6 @@ class DeviceMemory:
         """Write a chunk.
 
         Args:
-            chunk: fits the cache.
             places: where it goes, as ``PlaceChunk`` has it.
         """
         cache, (layers, heads) = self._stored(), sides_of(chunk)

@@ -27,7 +27,6 @@ class Merge:
 
     Args:
         batch: A step with closed parts, later chunks or sinks.
-        device: Where o is.
         gpu: Its driver, in place of the one that torch has.
         sinks: See ``AttentionPlan``.
     """

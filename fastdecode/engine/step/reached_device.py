@@ -49,7 +49,6 @@ class _Peers:
 
     @property
     def connections(self) -> Sequence[Peer]:
-        """See ``rworker.worker.Peers``."""
         return (self.s_worker, *self.hub.connections[1:])
 
 
@@ -59,7 +58,6 @@ class ReachedDevice(DeviceWorker):
     Args:
         executor, kv_bytes: see ``DeviceWorker``.
         name: by which others reach it.
-        neighbours: the others.
         peer: see ``DeviceWorker``.
 
     Raises:
@@ -110,12 +108,10 @@ class ReachedDevice(DeviceWorker):
         self.work()
 
     def work(self) -> None:
-        """See ``InlineConnection``."""
         with self._changed:
             super().work()
 
     def poll(self) -> FromRWorker | None:
-        """See ``InlineConnection``."""
         with self._changed:
             return super().poll()
 

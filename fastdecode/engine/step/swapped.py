@@ -41,7 +41,6 @@ class SwappedLanes:
     Args:
         device, gpu, kernels: see ``TorchExecutor``.
         num_lanes: how many lanes there are.
-        most_tokens: that a step stores.
     """
 
     def __init__(
@@ -143,7 +142,6 @@ class LaneExecutor(TorchExecutor):
     """A lane's cache, which is a holder; see ``TorchExecutor``.
 
     Args:
-        lanes: all lanes' caches.
         disk: where the lane's kept blocks go; None: nowhere.
     """
 
@@ -152,7 +150,6 @@ class LaneExecutor(TorchExecutor):
         self._lanes, self.caches = lanes, lanes.caches
 
     def prepare(self, prepare: Prepare) -> None:
-        """See ``SwappedLanes``."""
         self._lanes.prepare(prepare)
 
     def drop_all(self) -> None:
@@ -178,19 +175,16 @@ class LaneExecutor(TorchExecutor):
         self._lanes.end_step(holder)
 
     def compute(self, compute: Compute) -> AttendResult:
-        """See ``TorchExecutor``."""
         stored = super().compute(compute)
         size = self._stored(compute.holder).kv.block_size
         self._lanes.is_new(compute.holder, compute.plan.slots // size)
         return stored
 
     def copy_blocks(self, copy: CopyBlocks) -> None:
-        """See ``TorchExecutor``."""
         super().copy_blocks(copy)
         self._lanes.is_new(copy.holder, copy.target_ids)
 
     def place(self, place: PlaceChunk) -> None:
-        """See ``TorchExecutor``."""
         super().place(place)
         size, places = self._stored(place.holder).kv.block_size, place.places
         is_whole = place.chunk.form is ChunkForm.BLOCKS
@@ -211,12 +205,10 @@ class LaneMemory(DeviceMemory):
         super().__init__(lanes.settle(lane), lanes.gpu)
 
     def write(self, layers: range, block: int, data: Bytes) -> None:
-        """See ``DeviceMemory``."""
         super().write(layers, block, data)
         self._lanes.is_new(self._lane, np.array([block]))
 
     def clear(self, block: int) -> None:
-        """See ``DeviceMemory``."""
         super().clear(block)
         self._lanes.is_new(self._lane, np.array([block]))
 

@@ -107,7 +107,6 @@ class TorchExecutor:
         """Note that all layers of a step are done, or queued on the device."""
 
     def copy_blocks(self, copy: CopyBlocks) -> None:
-        """See ``RWorkerExecutor``."""
         self._stored(copy.holder).copy_blocks(copy.source_ids, copy.target_ids)
 
     def compute(self, compute: Compute) -> AttendResult:
@@ -115,11 +114,9 @@ class TorchExecutor:
         raise _not_here(compute)
 
     def place(self, place: PlaceChunk) -> None:
-        """See ``RWorkerExecutor``."""
         self._memory_of(place.holder).place_chunk(place.chunk, place.places)
 
     def read(self, read: ReadChunk) -> Array:
-        """See ``RWorkerExecutor``."""
         return self._memory_of(read.holder).read_chunk(read.request, read.places)
 
     def _stored(self, holder: HolderId) -> StoredKV:
@@ -136,7 +133,6 @@ class TorchExecutor:
         return DeviceMemory(self._stored(holder), self.gpu)
 
     def drop(self, drop: Drop) -> None:
-        """See ``RWorkerExecutor``."""
         self._forget(drop.holder)
 
     def open_tier(self, wanted: OpenTier) -> Iterable[Stocked]:
@@ -168,7 +164,6 @@ class HostTier(LowerTier):
     its copies are queued (``sworker.host_blocks``).
 
     Args:
-        cache: on the device.
         memory: gives the host's memory, which S-workers that act as one replace.
     """
 
