@@ -1,5 +1,4 @@
-"""Attention beside its definition in float64: of every dtype, head size, group, block size and
-kind that an engine may ask for."""
+"""kind that an engine may ask for."""
 
 from __future__ import annotations
 

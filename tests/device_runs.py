@@ -1,5 +1,4 @@
-"""Steps of several lanes on a recorded GPU: the real pipeline, staging, graphs
-and layers, with R-workers that answer late."""
+"""and layers, with R-workers that answer late."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Cases of KV on both sides, drawn at random: what steps cost, how long
-sequences are, how much room there is. Each is run by the real scheduler, on the
-device alone and with R-workers beside."""
+"""sequences are, how much room there is. Each is run by the real scheduler, on the device alone
+and with R-workers beside."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What happens to a cache, to its replica, and to the link between them, in any order.
-
-The cache's KV store is checked after every step: no block is lost, shared by mistake or
+"""The cache's KV store is checked after every step: no block is lost, shared by mistake or
 overwritten, and what is refused changes nothing.
 """
 

@@ -1,5 +1,4 @@
-"""Configs of models in the styles in which they were published, and how many
-parameters they have."""
+"""parameters they have."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""``sworker.kernels.paged_triton`` in plain torch, so that it can be captured:
-nothing depends on what the tensors hold."""
+"""nothing depends on what the tensors hold."""
 
 from __future__ import annotations
 

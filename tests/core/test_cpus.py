@@ -1,5 +1,4 @@
-"""CPUs and memory that a process may use, under control groups of version 1 and 2; NUMA nodes;
-and a user without a home."""
+"""and a user without a home."""
 
 from __future__ import annotations
 

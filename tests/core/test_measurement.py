@@ -1,5 +1,4 @@
-"""Profile files: what is written is read back; whatever else is in them is refused by name; and
-what is odd about a profile is named."""
+"""what is odd about a profile is named."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""ModelSpec: real models' configs in the styles in which they were published,
-and refusals of all the rest."""
+"""and refusals of all the rest."""
 
 from __future__ import annotations
 

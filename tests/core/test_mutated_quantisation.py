@@ -1,5 +1,4 @@
-"""Config files and tensor headers that somebody has damaged: a deliberate error
-or an answer, never a crash."""
+"""or an answer, never a crash."""
 
 from __future__ import annotations
 

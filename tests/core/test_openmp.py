@@ -1,5 +1,4 @@
-"""How long idle OpenMP threads spin: bounded before torch is imported, unless
-the user has decided."""
+"""the user has decided."""
 
 from __future__ import annotations
 

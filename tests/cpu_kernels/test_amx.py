@@ -1,5 +1,4 @@
-"""AMX kernels: on tiles in memory against the NumPy twins, as machine code for
-a CPU that has AMX, and on trial."""
+"""a CPU that has AMX, and on trial."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""``gather`` against its NumPy twin, and as the inverse of ``append``: bit by
-bit, for every KV dtype."""
+"""bit, for every KV dtype."""
 
 from __future__ import annotations
 

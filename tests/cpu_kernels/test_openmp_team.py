@@ -1,5 +1,4 @@
-"""Kernels on the threads of torch's OpenMP runtime, and called from many threads: the same
-results, to the bit, as on threads of our own."""
+"""results, to the bit, as on threads of our own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What only a GPU can show, beside the checks of test_right.py: other families than
-Llama, and paged attention by everything that it can be asked for."""
+"""Llama, and paged attention by everything that it can be asked for."""
 
 from __future__ import annotations
 

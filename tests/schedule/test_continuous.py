@@ -1,6 +1,5 @@
-"""The scheduler under every policy, over random traffic: lanes that finish in
-any order, early ends, forks, cancelled requests and lost R-workers. Plans are
-carried out on the R-workers' real KV stores, also of sequences that are split."""
+"""any order, early ends, forks, cancelled requests and lost R-workers. Plans are carried out on
+the R-workers' real KV stores, also of sequences that are split."""
 
 from __future__ import annotations
 

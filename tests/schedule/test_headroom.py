@@ -1,5 +1,4 @@
-"""Room for those that start later: its shape, and that it keeps a stabilised
-load stable where load control drifts."""
+"""load stable where load control drifts."""
 
 from __future__ import annotations
 

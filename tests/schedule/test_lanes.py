@@ -1,5 +1,4 @@
-"""The number of lanes follows what steps turn out to take; a machine with known
-times tells what it should be."""
+"""times tells what it should be."""
 
 from __future__ import annotations
 

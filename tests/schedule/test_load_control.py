@@ -1,5 +1,4 @@
-"""Load control against brute force over every step, the worked examples, and
-the paper's closed form."""
+"""the paper's closed form."""
 
 from __future__ import annotations
 

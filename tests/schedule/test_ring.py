@@ -1,5 +1,4 @@
-"""How many KV blocks R-workers offer where each keeps a replica, too: worked cases, and
-what holds for all."""
+"""what holds for all."""
 
 from __future__ import annotations
 

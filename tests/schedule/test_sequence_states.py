@@ -1,5 +1,4 @@
-"""The table of sequence states: a random walk over it, in which every transition
-is one of the table's, and what is pending is carried out at rest."""
+"""is one of the table's, and what is pending is carried out at rest."""
 
 from __future__ import annotations
 

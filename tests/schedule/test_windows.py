@@ -1,5 +1,4 @@
-"""Models whose every layer has a sliding window: of kept blocks only those stay
-that somebody sees who goes on, and nobody needs any others."""
+"""that somebody sees who goes on, and nobody needs any others."""
 
 from __future__ import annotations
 

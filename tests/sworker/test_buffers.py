@@ -1,5 +1,4 @@
-"""A lane's way to R-workers and back: on a CPU, where every copy is over at
-once, and over a recorded GPU's pinned memory."""
+"""once, and over a recorded GPU's pinned memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Random tiny models of every family: logits of ragged batches, in chunks,
-equal those of transformers."""
+"""equal those of transformers."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ import torch
 import transformers
 from checkpoints import prompts
 from families import FAMILIES, draw_config, save_tiny
+from reference_attention import ReferenceAttention
 
 from examples import examples
 from fastdecode.core.model.families import read_model_spec
@@ -22,7 +22,6 @@ from fastdecode.core.model.spec import ModelSpec
 from sworker.kernels.fused import fuse
 from sworker.load.weights import load_model
 from sworker.model.linear import MLP
-from sworker.model.reference import ReferenceAttention
 from sworker.model.skeleton import Model, forward
 from sworker.ranks.sharding import Shard, parallelize
 

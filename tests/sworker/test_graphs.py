@@ -1,5 +1,4 @@
-"""Steps in a lane's fixed memory, padded to a bucket: as steps that run as they
-are. Units run without capture here."""
+"""are. Units run without capture here."""
 
 from __future__ import annotations
 

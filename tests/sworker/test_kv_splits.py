@@ -1,5 +1,4 @@
-"""How attention over cached tokens is divided: every key of every query exactly once, in
-pieces of like length, in a list of a size that is known before."""
+"""pieces of like length, in a list of a size that is known before."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Every family says what transformers says: logits within 1e-4; and in 16 bits what rounding
-explains. Rotary frequencies equal transformers', and their table rounds once.
+"""explains. Rotary frequencies equal transformers', and their table rounds once.
 
-Batches are ragged; transformers sees each sequence alone, so a token that
-leaked between sequences would show.
+Batches are ragged; transformers sees each sequence alone, so a token that leaked between
+sequences would show.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import pytest
 import torch
 import transformers
 from checkpoints import FEW_FAMILIES, oracle, prompts
+from reference_attention import ReferenceAttention
 
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.core.model.spec import ModelSpec
 from sworker.load.weights import load_model
-from sworker.model.reference import ReferenceAttention
 from sworker.model.rope import RotaryTable, frequencies
 from sworker.model.skeleton import forward
 

@@ -1,5 +1,4 @@
-"""Two S-workers that act as one, in two processes: the logits of one alone, for
-every way to lay out weights."""
+"""every way to lay out weights."""
 
 from __future__ import annotations
 
@@ -19,11 +18,11 @@ import torch
 import torch.distributed as dist
 from checkpoints import prompts
 from device_engine import device_engine, run
+from reference_attention import ReferenceAttention
 
 from fastdecode.core.errors import ConfigError, WorkerError
 from sworker.graphs import StepGraphs
 from sworker.load.weights import load_model
-from sworker.model.reference import ReferenceAttention
 from sworker.ranks.group import Ranks
 from sworker.ranks.parallel import ParallelSWorker
 from sworker.ranks.peers import Peers

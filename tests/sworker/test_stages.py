@@ -1,5 +1,4 @@
-"""A stage's part of a model: its own weights and no others; steps that begin
-and end with hidden states."""
+"""and end with hidden states."""
 
 from __future__ import annotations
 
@@ -11,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import FAMILIES, prompts
+from reference_attention import ReferenceAttention
 from safetensors.torch import load_file, save_file
 
 from fastdecode.core.model.stages import split_layers, stage_spec
 from sworker.graphs import StepGraphs
 from sworker.load.weights import load_model
-from sworker.model.reference import ReferenceAttention
 from sworker.model.skeleton import Model, forward
 from sworker.worker import Pass, SWorker
 

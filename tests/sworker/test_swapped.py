@@ -1,5 +1,4 @@
-"""Swapped KV by itself: whatever lanes do, they find what they stored; what is
-copied is what is missing; and nothing is read or written too early."""
+"""copied is what is missing; and nothing is read or written too early."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Triton's kernels are compiled for GPUs where there is none: from the calls that the engine
-makes, down to the machine's code, of which registers, spills and shared memory are read; and
+"""makes, down to the machine's code, of which registers, spills and shared memory are read; and
 then not run."""
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Decode steps as one graph, KV on the device: as layer by layer. Kernels are
-plain torch's here, the GPU a recorded one."""
+"""plain torch's here, the GPU a recorded one."""
 
 from __future__ import annotations
 

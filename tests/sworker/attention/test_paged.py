@@ -1,5 +1,4 @@
-"""Attention over a paged KV cache against a dense reference: decoded tokens, later and first
-chunks, in one step; and K and V in int8, beside exact attention to the very numbers that the
+"""chunks, in one step; and K and V in int8, beside exact attention to the very numbers that the
 device and an R-worker hold: who is how far off, and why."""
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Kernels that read blocks where they lie, beside float64: decoded tokens and later chunks of
-prompts; in Triton's interpreter, or on the GPU where there is one."""
+"""prompts; in Triton's interpreter, or on the GPU where there is one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Directories whose files disagree, or say less than they should, mean to us
-what they mean to transformers."""
+"""what they mean to transformers."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ import pytest
 import torch
 import transformers
 from checkpoints import FAMILIES, oracle, prompts
+from reference_attention import ReferenceAttention
 from weight_files import Make, Tensors, copy_with, edit_config
 
 from fastdecode.core.errors import CheckpointError, UnsupportedModelError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from sworker.load.weights import load_model
-from sworker.model.reference import ReferenceAttention
 from sworker.model.skeleton import forward
 
 HEADS = {

@@ -1,5 +1,4 @@
-"""Loading to a device: two pinned buffers, of which one is filled while the device copies
-from the other."""
+"""from the other."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Quantised checkpoints load as checkpoints of the decoded weights do, whole
-and in parts, in every dtype."""
+"""and in parts, in every dtype."""
 
 from __future__ import annotations
 

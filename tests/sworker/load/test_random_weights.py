@@ -1,5 +1,4 @@
-"""``load_format="random"``: a model directory with config.json alone, whose weights
-are made on the device."""
+"""are made on the device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The sampler against a plain float64 oracle, one row at a time; and against transformers' logits
-processors."""
+"""processors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Rows that can't be sampled, or hardly, and what is refused before; few rows, which NumPy
-draws; and what is sent to a GPU."""
+"""draws; and what is sent to a GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Attention in plain torch, with a plain KV cache: the oracle that faster
-makers of ``attend`` are compared with."""
+"""Attention in plain torch, with a plain KV cache: an oracle."""
 
 from __future__ import annotations
 
@@ -12,26 +11,22 @@ from fastdecode.core.spec import AttentionSpec
 
 
 class ReferenceAttention:
-    """Appends, then attends, one sequence at a time. K and V are kept as they
-    came, per sequence and layer.
+    """Appends, then attends, one sequence at a time.
 
-    ``begin_step`` says which sequences the flat token axis of the coming pass
-    consists of; then the object is the ``attend`` of one ``forward``.
+    ``begin_step`` names the sequences of the coming pass; then this is its ``attend``.
     """
 
     def __init__(
         self, attention: Sequence[AttentionSpec], sinks: Sequence[Tensor] | None = None
     ) -> None:
         self.attention, self.sinks = tuple(attention), sinks
-        self._cache: dict[
-            tuple[int, int], tuple[Tensor, Tensor]
-        ] = {}  # (sequence, layer) → K, V [L, Hkv, D]
+        # (sequence, layer) → K, V [L, Hkv, D]
+        self._cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._lengths: dict[int, int] = {}
         self._step: list[tuple[int, int]] = []
 
     def begin_step(self, sequence_ids: Sequence[int], num_new: Sequence[int]) -> Tensor:
-        """Sequence ``sequence_ids[i]`` appends ``num_new[i]`` tokens; returns
-        their positions, int64 [sum(num_new)]."""
+        """Append ``num_new`` tokens to each sequence. Returns their positions, int64 [T]."""
         self._step = list(zip(sequence_ids, num_new, strict=True))
         positions = []
         for sequence, count in self._step:
@@ -39,12 +34,6 @@ class ReferenceAttention:
             positions.append(torch.arange(past, past + count))
             self._lengths[sequence] = past + count
         return torch.cat(positions)
-
-    def close(self, sequence_id: int) -> None:
-        """Forget a sequence."""
-        self._lengths.pop(sequence_id, None)
-        for layer in range(len(self.attention)):
-            self._cache.pop((sequence_id, layer), None)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         counts = [count for _, count in self._step]
@@ -65,9 +54,8 @@ class ReferenceAttention:
 def causal_attention(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
 ) -> Tensor:
-    """The last len(q) tokens of one sequence attend to all of it: q [n, Hq, D],
-    k and v [L, Hkv, D] → o [n, Hq, D]. ``sinks``: by their definition, scores
-    [Hq] that have no value."""
+    """Let the last n tokens of one sequence attend: q [n, Hq, D], k and v [L, Hkv, D]. ``sinks``:
+    scores [Hq] that have no value."""
     length, num_queries = k.shape[0], q.shape[0]
     k, v = (x.float().repeat_interleave(spec.group_size, dim=1) for x in (k, v))  # [L, Hq, D]
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * spec.scale
