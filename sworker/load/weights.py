@@ -21,9 +21,8 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError, Given
 from fastdecode.core.host.cpus import available_cores
 from fastdecode.core.model.checkpoint import Checkpoint, is_zero, open_checkpoint
-from fastdecode.core.model.config_reader import ConfigReader
+from fastdecode.core.model.config_reader import ConfigReader, text_part
 from fastdecode.core.model.families import names_of
-from fastdecode.core.model.hf_config import text_part
 from fastdecode.core.model.names import CheckpointNames, Either, Layout, Names, PerExpert, Source
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec

@@ -24,11 +24,10 @@ from pathlib import Path
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CheckpointError
-from fastdecode.core.model.config_reader import ConfigReader
+from fastdecode.core.model.config_reader import ConfigReader, text_part
 from fastdecode.core.model.encoded_tensors import find_weights
 from fastdecode.core.model.families import check_implemented, read_model_spec
 from fastdecode.core.model.files import parse_json, read_model_file
-from fastdecode.core.model.hf_config import text_part
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.model.quantisation import read_quantisation
 from fastdecode.core.model.spec import ModelSpec

@@ -1,4 +1,5 @@
-"""Typed, bounded reads of a JSON object that somebody else wrote."""
+"""Typed, bounded reads of ``config.json``, which another program wrote, and the steps in which
+every family's is read."""
 
 from __future__ import annotations
 
@@ -6,7 +7,31 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from fastdecode.core.errors import CheckpointError, Given
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import CheckpointError, ConfigError, Given, UnsupportedModelError
+
+MAX_VOCAB = 1 << 24
+MAX_HIDDEN = 1 << 18
+MAX_INTERMEDIATE = 1 << 22
+
+REFUSED_IF_TRUE = {
+    "is_encoder_decoder": "an encoder-decoder",
+    "add_cross_attention": "cross-attention",
+    "use_bidirectional_attention": "bidirectional attention",
+    "apply_residual_connection_post_layernorm": "a residual taken after the norm",
+    "pruned_heads": "pruned heads",
+}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+_OF_ALL_PARTS = (
+    "architectures",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+)
+"""Fields of a model of several parts that overrule its text part's."""
 
 
 class ConfigReader:
@@ -156,3 +181,36 @@ class ConfigReader:
         if not math.isfinite(value):
             raise self.refuse(name, value, "finite")
         return float(value)
+
+
+def text_part(reader: ConfigReader) -> ConfigReader:
+    """The config of a model's text part, where it has several (``text_config``),
+    with what the whole says of it; else the config as it is."""
+    text = reader.mapping("text_config")
+    if text is None:
+        return reader
+    whole = {
+        name: reader.fields[name] for name in _OF_ALL_PARTS if reader.fields.get(name) is not None
+    }
+    return ConfigReader({**text.fields, **whole}, reader.where)
+
+
+def refuse_feature(reader: ConfigReader, name: str, feature: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{reader.where}: {name!r} asks for {feature}, which isn't implemented. Use a checkpoint "
+        "without it."
+    )
+
+
+def read_dtype(reader: ConfigReader, default: str) -> DType | None:
+    """None for float64: weights can be read from it, but nothing runs in it."""
+    name = reader.string("dtype", "torch_dtype", default=default)
+    if name.removeprefix("torch.") in ("float64", "double"):
+        return None
+    try:
+        return DType.parse(name)
+    except ConfigError:
+        rule = f"one of {', '.join(d.value for d in DType)}"
+        raise UnsupportedModelError(
+            f"{reader.where}: the dtype {name!r} isn't implemented; it must be {rule}."
+        ) from None

@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model import moe_rows, names
-from fastdecode.core.model.config_reader import ConfigReader
-from fastdecode.core.model.hf_config import (
+from fastdecode.core.model.config_reader import (
     MAX_HIDDEN,
-    limit_length,
+    ConfigReader,
     read_dtype,
     refuse_feature,
     text_part,
@@ -113,7 +113,10 @@ def read_model_spec(
         quantisation=quantisation,
     )
     spec = _with_text_ends(row.read(reader, start, max_model_len), reader, generation)
-    return limit_length(spec, max_model_len)
+    if max_model_len is not None and not 1 <= max_model_len <= spec.max_model_len:
+        rule = f" is not within 1..{spec.max_model_len}, what {spec.name} serves"
+        raise ConfigError(Given("max_model_len", max_model_len), rule)
+    return replace(spec, max_model_len=max_model_len or spec.max_model_len)
 
 
 def _with_text_ends(spec: ModelSpec, reader: ConfigReader, generation: ConfigReader) -> ModelSpec:

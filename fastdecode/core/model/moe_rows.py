@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, TypeVar
 
 from fastdecode.core.errors import UnsupportedModelError
-from fastdecode.core.model.config_reader import ConfigReader
-from fastdecode.core.model.hf_config import MAX_INTERMEDIATE
+from fastdecode.core.model.config_reader import MAX_INTERMEDIATE, ConfigReader
 from fastdecode.core.model.moe import MlpKind, Moe, Router
+from fastdecode.core.model.rows import Read
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.spec import MAX_LAYERS
 
 MAX_EXPERTS = 1 << 14
-
-T = TypeVar("T")
-Read: TypeAlias = Callable[[ConfigReader, ModelSpec], T]
 
 
 def experts(

@@ -12,14 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
 from fastdecode.core.errors import UnsupportedModelError
-from fastdecode.core.model.config_reader import ConfigReader
-from fastdecode.core.model.hf_config import (
+from fastdecode.core.model.config_reader import (
     EXPERTS,
     MAX_HIDDEN,
     MAX_INTERMEDIATE,
     MAX_VOCAB,
     REFUSED_IF_TRUE,
-    read_activation,
+    ConfigReader,
     refuse_feature,
 )
 from fastdecode.core.model.names import CheckpointNames
@@ -34,6 +33,21 @@ then a row's fields in their order."""
 LayerKinds: TypeAlias = tuple[str, ...]
 """Of each layer, as ``layer_types`` has it: full_attention, sliding_attention
 (with a window) or chunked_attention."""
+
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
+}
 
 
 # --- Lookups
@@ -70,7 +84,16 @@ def flag(name: str, default: bool) -> Read[bool]:
 
 
 def activation(*names: str, default: str) -> Read[Activation]:
-    return lambda reader, spec: read_activation(reader, *names, default=default)
+    def read(reader: ConfigReader, spec: ModelSpec) -> Activation:
+        name = reader.string(*names, default=default)
+        if name not in _ACTIVATIONS:
+            raise UnsupportedModelError(
+                f"{reader.where}: the activation {name!r} is not supported. Supported are "
+                f"{', '.join(_ACTIVATIONS)}."
+            )
+        return _ACTIVATIONS[name]
+
+    return read
 
 
 def same_as(name: str) -> Read[Any]:
