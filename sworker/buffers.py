@@ -153,9 +153,8 @@ class Staging:
         self._shares = shares
 
     def send(self, q: Tensor, k: Tensor, v: Tensor) -> Staged:
-        """Start copying q [T, Hq, D], k and v [T, Hkv, D] to the host; never
-        waits. The shipments hold for ``LENT_LAYERS`` calls; on a CPU they are
-        the tensors' own memory."""
+        """Start copying q [T, Hq, D], k and v [T, Hkv, D] to the host; never waits. The shipments
+        hold for ``LENT_LAYERS`` calls; on a CPU they are the tensors' own memory."""
         sent = self._sent.get(id(q))
         if sent is None or sent[1] is not k or sent[2] is not v:
             return self._stage(q, k, v)
@@ -188,9 +187,8 @@ class Staging:
     def begin_layer(
         self, shape: torch.Size, dtype: torch.dtype, place: Tensor | None = None
     ) -> Tensor:
-        """Room for a layer's o [T, Hq, D] on the device, and for what arrives
-        of it: ``place`` if the lane has one; the same memory in every layer.
-        The layer before has been consumed."""
+        """Room for a layer's o [T, Hq, D] on the device, and for what arrives of it: ``place`` if
+        the lane has one; the same memory in every layer. The layer before has been consumed."""
         return place if place is not None else self._o.take(shape, dtype)
 
     def receive(self, array: Activations, o: Tensor, rows: slice) -> None:
@@ -213,9 +211,8 @@ class GpuStaging(Staging):
 
     Args:
         gpu: where q, k, v come from and o goes.
-        slot_bytes: most that a layer's q, k and v take: memory for all of them
-            is taken once, since taking it stops the device. It grows if more is
-            sent after all.
+        slot_bytes: most that a layer's q, k and v take: memory for all of them is taken once,
+            since taking it stops the device. It grows if more is sent after all.
         direct_bytes: see ``DIRECT_BYTES``.
     """
 
@@ -307,8 +304,7 @@ class Fetched(_Copied):
 
 
 class Fetch:
-    """Takes small results to the host, one after another, behind what is
-    computed.
+    """Takes small results to the host, one after another, behind what is computed.
 
     Args:
         num_bytes: pinned memory to begin with.
@@ -373,9 +369,8 @@ class _PackedStep:
         return num_queries * _row_size(q) + 2 * num_kv * _row_size(k)
 
     def sources(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        """What is packed, one behind the other, each flat and dense. Tensors
-        that are the same in every layer, as a lane's own are, are cut up
-        once."""
+        """What is packed, one behind the other, each flat and dense. Tensors that are the same in
+        every layer, as a lane's own are, are cut up once."""
         if self._packed_from is not None and self._packed_from[0] is q:
             return self._packed_from[1]
         dense_q, dense_k, dense_v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -422,8 +417,7 @@ class _PackedStep:
         return place
 
     def arriving(self, landed: Sequence[slice] | None) -> list[tuple[Tensor, Tensor]]:
-        """Of o and of ``landing``, these rows; None: all that are answered, in
-        stretches."""
+        """Of o and of ``landing``, these rows; None: all that are answered, in stretches."""
         if landed is None or self._landed_at is None:
             return self._all_arriving
         landing, o = self._landed_at
@@ -472,8 +466,7 @@ def _carried(x: Tensor) -> Tensor:
 
 
 def to_device(host: Tensor, device: torch.device, gpu: Gpu | None = None) -> Tensor:
-    """A copy of host memory, or that memory if the device is the host. Never
-    waits for the device. ``gpu``: its driver, in place of the one that torch
-    has."""
+    """A copy of host memory, or that memory if the device is the host. Never waits for the
+    device. ``gpu``: its driver, in place of the one that torch has."""
     gpu = gpu or gpu_of(device)
     return host if gpu is None else gpu.upload(host)

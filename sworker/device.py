@@ -1,8 +1,7 @@
 """What the S-worker asks of a GPU's driver: streams, events, pinned memory.
 
-Everything that orders work on a device, or waits for it, goes through here. So
-tests can put a recording driver in CUDA's place, which runs operators on the
-CPU and finds what nothing orders.
+Everything that orders work on a device, or waits for it, goes through here. So tests can put a
+recording driver in CUDA's place, which runs operators on the CPU and finds what nothing orders.
 """
 
 from __future__ import annotations
@@ -117,8 +116,7 @@ class Gpu(Protocol):
         None: they can't. It holds as long as ``host``."""
 
     def room(self, num_bytes: int) -> Tensor:
-        """uint8 on the device. Whoever asks for it keeps it as long as any
-        stream may use it."""
+        """uint8 on the device. Whoever asks for it keeps it as long as any stream may use it."""
 
     def new_pool(self) -> object:
         """Memory for what graphs need while they run. Those that share one run
@@ -376,14 +374,12 @@ class _DeviceView:
 
 
 def feed_gpu(device: torch.device) -> None:
-    """Set torch up for a process whose operators run on a GPU; on a CPU do
-    nothing.
+    """Set torch up for a process whose operators run on a GPU; on a CPU do nothing.
 
-    One thread: what is left for the host are copies of some 100 KB, for which
-    OpenMP's threads would have to get cores that R-workers are computing on.
-    Sums of split products in float32: tokens come nearer to the CPU's, and
-    depend less on the batch. Products of float32 in float32, whatever the
-    environment says: TF32 rounds their factors to 10 bits."""
+    One thread: what is left for the host are copies of some 100 KB, for which OpenMP's threads
+    would have to get cores that R-workers are computing on. Sums of split products in float32:
+    tokens come nearer to the CPU's, and depend less on the batch. Products of float32 in float32,
+    whatever the environment says: TF32 rounds their factors to 10 bits."""
     if device.type != "cuda":
         return
     _warn_of_old_torch(torch.__version__)

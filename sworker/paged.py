@@ -599,9 +599,8 @@ def _attend_group(
 def _groups(
     context_lens: NDArray[np.int32], window: int | None, most_tokens: int
 ) -> Iterator[tuple[NDArray[np.int64], int, int]]:
-    """Rows of like length, and the first and past-the-last token that any of
-    them sees: at most ``most_tokens`` of a group, padding included, or one
-    row."""
+    """Rows of like length, and the first and past-the-last token that any of them sees: at most
+    ``most_tokens`` of a group, padding included, or one row."""
     order = np.argsort(-context_lens, kind="stable")
     begin = 0
     while begin < len(order):

@@ -104,9 +104,8 @@ class WholeSteps:
     def prepare(
         self, buckets: Iterable[int] | None = None, *, only_lane: int | None = None
     ) -> None:
-        """Take the memory of all lanes, and capture their steps; of these
-        buckets, or all. No sequence has been stored yet. ``only_lane``: of this
-        one alone, and its slices, too."""
+        """Take the memory of all lanes, and capture their steps; of these buckets, or all. No
+        sequence has been stored yet. ``only_lane``: of this one alone, and its slices, too."""
         lanes = range(self.graphs.num_lanes) if only_lane is None else (only_lane,)
         for lane in lanes:
             self._room(lane)
@@ -145,8 +144,7 @@ class WholeSteps:
         Args:
             rows: token ids and positions, int64 [2, T], on the host.
             feed: token ids that the host doesn't know.
-            x: what the stage before has come to, [T, hidden], on the host, in
-                place of token ids.
+            x: what the stage before has come to, [T, hidden], on the host, in place of token ids.
 
         Returns:
             Hidden states [T, hidden], in the lane's memory.

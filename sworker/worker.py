@@ -1,12 +1,11 @@
-"""The S-worker: runs every layer that has weights over a step's rows, and draws
-tokens from the logits.
+"""The S-worker: runs every layer that has weights over a step's rows, and draws tokens from the
+logits.
 
-A ``Pass`` is one step's way through the layers, cut where attention is somebody
-else's: each ``advance`` runs ``post_attention`` of one layer and
-``pre_attention`` of the next as one unit of work (an S-step). Several passes
-can be under way at once; which of them goes on is the caller's affair. On a GPU
-nothing here waits for the device: units are queued, and results are tensors
-that will be there.
+A ``Pass`` is one step's way through the layers, cut where attention is somebody else's: each
+``advance`` runs ``post_attention`` of one layer and ``pre_attention`` of the next as one unit of
+work (an S-step). Several passes can be under way at once; which of them goes on is the caller's
+affair. On a GPU nothing here waits for the device: units are queued, and results are tensors that
+will be there.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from sworker.step_tables import StepInputs
 from sworker.swap.swapped import LaneMover, SwappedKV
 
 _DRAWN_BYTES = 64 << 10
-"""Of what is drawn for a lane, to begin with: 2,700 tokens, fewer with
-logprobs."""
+"""Of what is drawn for a lane, to begin with: 2,700 tokens, fewer with logprobs."""
 _NO_ROOM = (None,)
 TIMED_LAYERS = 8
 """Of so many layers one is timed: a mark takes a microsecond or two of the
@@ -47,8 +45,7 @@ class SWorker:
 
     Args:
         model: the model, or this rank's part of it.
-        graphs: runs small steps in fixed memory, as CUDA graphs; None: every
-            step as it is.
+        graphs: runs small steps in fixed memory, as CUDA graphs; None: every step as it is.
         gpu: the device's driver, in place of the one that torch has.
         num_lanes: for which memory is taken now; for more, when they come.
         idle_threads: watches whether others want the cores; None: nothing does.
@@ -82,14 +79,13 @@ class SWorker:
     def begin(
         self, rows: Tensor, lane: int = 0, feed: Feed | None = None, x: Tensor | None = None
     ) -> Pass:
-        """Run a step up to its first layer's attention. At most one step of a lane is
-        under way.
+        """Run a step up to its first layer's attention. At most one step of a lane is under way.
 
         Args:
             rows: token ids and positions, int64 [2, T], on the host.
             feed: token ids that the host doesn't know.
-            x: the output [T, hidden] of the stage before, on the host; token ids don't
-                count then.
+            x: the output [T, hidden] of the stage before, on the host; token ids don't count
+                then.
         """
         self.look_at_cores()
         return self.begin_alone(rows, lane, feed, x)
@@ -155,9 +151,8 @@ class SWorker:
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, states: Sequence[SamplingState], lane: int = 0) -> Drawing:
-        """Start drawing the next token of each row's sequence: logits float32
-        [R, vocab], R >= 1, one state a row. Waits for nothing; at most one
-        drawing of a lane is under way."""
+        """Start drawing the next token of each row's sequence: logits float32 [R, vocab], R >= 1,
+        one state a row. Waits for nothing; at most one drawing of a lane is under way."""
         return draw(logits, states, self._fetch(lane))
 
     @torch.inference_mode()
@@ -166,8 +161,7 @@ class SWorker:
         return drawing.result()
 
     def check(self) -> None:
-        """See that what was computed until now means something, once it has come
-        to the host.
+        """See that what was computed until now means something, once it has come to the host.
 
         Raises:
             WorkerError: an S-worker that this one acts as one with is lost.
@@ -238,9 +232,8 @@ class Pass:
             self._begin(rows, feed, x)
 
     def advance(self, o: Tensor) -> bool:
-        """Go on with the attention's output o [T, Hq, D]. True: the next
-        layer's q, k, v are there; False: that was the last layer, and
-        ``logits`` may be asked for, or ``output``."""
+        """Go on with the attention's output o [T, Hq, D]. True: the next layer's q, k, v are
+        there; False: that was the last layer, and ``logits`` may be asked for, or ``output``."""
         is_last = self.layer + 1 == len(self._layers)
         self.layer += not is_last
         with self._inference:  # as a decorator it would be made anew in each layer
@@ -363,13 +356,12 @@ class WholePass(Pass):
 
 
 class DeviceTimer:
-    """Adds up what a GPU spends on the blocks that it is entered around,
-    without waiting for any.
+    """Adds up what a GPU spends on the blocks that it is entered around, without waiting for any.
 
     Args:
         gpu: None: the device is the host, and nothing is measured.
-        every: of so many blocks that are alike one is measured, the second
-            first, and stands for all.
+        every: of so many blocks that are alike one is measured, the second first, and stands for
+            all.
     """
 
     def __init__(self, gpu: Gpu | None, *, every: int = 1) -> None:

@@ -58,9 +58,8 @@ class Given:
 
 
 def without_frames(error: _E) -> _E:
-    """The error, and whatever it came of, without their tracebacks: kept ones
-    would keep alive all that their frames hold, such as the engine that keeps
-    the error."""
+    """The error, and whatever it came of, without their tracebacks: kept ones would keep alive
+    all that their frames hold, such as the engine that keeps the error."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:
@@ -76,9 +75,8 @@ class FastDecodeError(Exception):
     """Base of every deliberate error.
 
     Args:
-        words: the message, in pieces: texts, and the parameters that it speaks
-            of. A command line, where options have other names, says those its
-            own way (``told``).
+        words: the message, in pieces: texts, and the parameters that it speaks of. A command
+            line, where options have other names, says those its own way (``told``).
         code: stable across releases; the message is not. None: the class's own.
     """
 

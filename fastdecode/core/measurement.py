@@ -273,8 +273,7 @@ def doubts(profile: Profile, *, bytes_per_s: float | None = None) -> list[str]:
     """Sentences, of which none is expected on a calm machine.
 
     Args:
-        bytes_per_s: of K and V, as the R-part's times have been fitted; None:
-            not known.
+        bytes_per_s: of K and V, as the R-part's times have been fitted; None: not known.
     """
     found: list[str] = []
     for name, times in _series(profile):

@@ -72,8 +72,7 @@ class StatusLine:
 
 
 class Bar:
-    """Shows how much of a file was read, if that takes long. Use it in a ``with``
-    statement.
+    """Shows how much of a file was read, if that takes long. Use it in a ``with`` statement.
 
     Args:
         stream: as ``StatusLine`` takes it.

@@ -22,9 +22,8 @@ from fastdecode.core.vllm_names import supported_sampling
 from fastdecode.core.words import is_unicode
 
 LogitsProcessor: TypeAlias = Callable[..., Any]
-"""``f(output_token_ids, logits)`` or ``f(prompt_token_ids, output_token_ids,
-logits)``, lists and a float32 tensor [V]; returns logits, the same tensor or
-another."""
+"""``f(output_token_ids, logits)`` or ``f(prompt_token_ids, output_token_ids, logits)``, lists and
+a float32 tensor [V]; returns logits, the same tensor or another."""
 FinishReason = Literal["stop", "length"]
 
 MAX_N = 1024
@@ -124,20 +123,18 @@ class _TakesOtherNames(type):
 
 @dataclass
 class SamplingParams(metaclass=_TakesOtherNames):
-    """How to choose the next token, and when to stop. Validated at construction
-    and at every assignment; the names are OpenAI's and vLLM's. A request keeps
-    the values of the moment at which it is given.
+    """How to choose the next token, and when to stop. Validated at construction and at every
+    assignment; the names are OpenAI's and vLLM's. A request keeps the values of the moment at
+    which it is given.
 
-    The order of operations for one row of logits: ``logits_processors``,
-    ``structured_outputs``, ``allowed_token_ids``, ``bad_words``, ``logit_bias``,
-    the penalties, ``min_tokens`` (EOS and stop ids masked), then greedy if
-    ``temperature == 0``, else ``/ temperature``, ``top_k``, ``top_p``,
-    ``min_p``, draw.
+    The order of operations for one row of logits: ``logits_processors``, ``structured_outputs``,
+    ``allowed_token_ids``, ``bad_words``, ``logit_bias``, the penalties, ``min_tokens`` (EOS and
+    stop ids masked), then greedy if ``temperature == 0``, else ``/ temperature``, ``top_k``,
+    ``top_p``, ``min_p``, draw.
 
     Raises:
-        RequestError: (code ``invalid_sampling_params``) names the field, its
-            value and what it must be. (code ``unsupported_field``) there is no
-            such field.
+        RequestError: (code ``invalid_sampling_params``) names the field, its value and what it
+            must be. (code ``unsupported_field``) there is no such field.
     """
 
     if TYPE_CHECKING:  # wider than the fields, which hold what was checked
@@ -226,9 +223,8 @@ class SamplingParams(metaclass=_TakesOtherNames):
     skip_special_tokens: bool = True
     """False: the text has the names of special tokens."""
     truncate_prompt_tokens: int | None = None
-    """Keep the last so many tokens of the prompt; -1: as many as the model's limit
-    leaves beside ``max_tokens``; None: all, and a prompt that is too long is an
-    error."""
+    """Keep the last so many tokens of the prompt; -1: as many as the model's limit leaves beside
+    ``max_tokens``; None: all, and a prompt that is too long is an error."""
     logprobs: int | None = None
     """None: no logprobs; k >= 0: the drawn token's, and the k likeliest tokens', at every step."""
     prompt_logprobs: int | None = None
@@ -346,9 +342,8 @@ def validate_for_vocab(params: SamplingParams, vocab_size: int) -> None:
     """Check what ``SamplingParams`` couldn't check without knowing the model.
 
     Raises:
-        RequestError: (code ``invalid_sampling_params``) a token id in
-            ``logit_bias``, ``stop_token_ids`` or ``allowed_token_ids`` isn't one
-            of the model's.
+        RequestError: (code ``invalid_sampling_params``) a token id in ``logit_bias``,
+            ``stop_token_ids`` or ``allowed_token_ids`` isn't one of the model's.
     """
     for name, token_ids in (
         ("logit_bias", params.logit_bias),
@@ -393,9 +388,8 @@ class CacheUse:
     is_off: bool = False  # it leaves nothing behind, and takes nothing that others left
     salt: str = ""  # it shares with requests of the same salt only
     turn: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
-    """It is a turn of a conversation, whose earlier turns had so many leading
-    tokens of its prompt cached: its own last block is kept though it isn't
-    full. None: it isn't."""
+    """It is a turn of a conversation, whose earlier turns had so many leading tokens of its
+    prompt cached: its own last block is kept though it isn't full. None: it isn't."""
 
     def __post_init__(self) -> None:
         salt: object = self.salt
@@ -593,14 +587,12 @@ def shifted(tokens: range, by: int) -> range:
 
 @dataclass(eq=False)
 class Sequence:
-    """One continuation in the making: its tokens, how many of them are cached,
-    and where.
+    """One continuation in the making: its tokens, how many of them are cached, and where.
 
-    A sequence is always continued the same way: run the tokens that aren't
-    cached yet, and once all are, draw the next one. So a first prefill, a chunk
-    of one, a decode step (one token to run) and a recomputation after the cache
-    was lost (prompt and generated tokens to run) are the same thing to
-    everyone.
+    A sequence is always continued the same way: run the tokens that aren't cached yet, and once
+    all are, draw the next one. So a first prefill, a chunk of one, a decode step (one token to
+    run) and a recomputation after the cache was lost (prompt and generated tokens to run) are the
+    same thing to everyone.
     """
 
     sequence_id: SequenceId

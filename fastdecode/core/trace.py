@@ -1,9 +1,8 @@
-"""What happens in a step, and when: the events that the engine tells to whoever
-watches.
+"""What happens in a step, and when: the events that the engine tells to whoever watches.
 
-All times are ``time.perf_counter()`` of the S-worker's host, in seconds. The
-engine's one thread calls these methods in the order in which it learns of
-things; they must be cheap and must not raise.
+All times are ``time.perf_counter()`` of the S-worker's host, in seconds. The engine's one thread
+calls these methods in the order in which it learns of things; they must be cheap and must not
+raise.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Attention over KV blocks where they lie, in Triton: flash decoding over a block table, for
 decoded tokens and for prompt chunks alike.
 
-A program takes one KV head (all of its group's query heads at once, so that K and V are
-read once) and one **piece**: a few query tokens, and a part of what they see. Pieces are
-dealt out by length (``sworker.kv_splits``); those of the same queries are merged by their
-log-sum-exp. Tao Dao et al., "Flash-Decoding for long-context inference" (2023); Kwon et
-al., "PagedAttention" (2023).
+A program takes one KV head (all of its group's query heads at once, so that K and V are read
+once) and one **piece**: a few query tokens, and a part of what they see. Pieces are dealt out by
+length (``sworker.kv_splits``); those of the same queries are merged by their log-sum-exp. Tao Dao
+et al., "Flash-Decoding for long-context inference" (2023); Kwon et al., "PagedAttention" (2023).
 
 Runs on CUDA; with TRITON_INTERPRET=1, which tests set, on a CPU too.
 """

@@ -1,14 +1,13 @@
 """The threads that torch runs its operators with, and how long OpenMP's idle ones spin.
 
-Between two parallel regions of a step lie tens of microseconds. A thread that
-sleeps in them has to be woken, 120 times a step, so threads spin for some
-milliseconds. Where another process wants the same cores for long, a thread that
-spins uses up the time that the system would give it, and a step can take ten
-times as long: there threads should sleep almost at once.
+Between two parallel regions of a step lie tens of microseconds. A thread that sleeps in them has
+to be woken, 120 times a step, so threads spin for some milliseconds. Where another process wants
+the same cores for long, a thread that spins uses up the time that the system would give it, and a
+step can take ten times as long: there threads should sleep almost at once.
 
-GNU's runtime reads how long its threads spin when it is loaded, and then knows
-two lengths: one for as many threads as there are cores or fewer, and a very
-short one for more. ``SpareThreads`` makes it count more threads than cores.
+GNU's runtime reads how long its threads spin when it is loaded, and then knows two lengths: one
+for as many threads as there are cores or fewer, and a very short one for more. ``SpareThreads``
+makes it count more threads than cores.
 """
 
 from __future__ import annotations
@@ -154,9 +153,8 @@ class SpareThreads:
 
 
 def watch_idle_threads(library: str | None, num_threads: int, num_cores: int) -> IdleThreads | None:
-    """For regions of ``num_threads`` threads in the calling thread; None where
-    there is nothing to be done: one thread, another runtime than GNU's, or a
-    system that doesn't tell who waits.
+    """For regions of ``num_threads`` threads in the calling thread; None where there is nothing
+    to be done: one thread, another runtime than GNU's, or a system that doesn't tell who waits.
 
     Args:
         library: the runtime's file; None: it isn't known.
@@ -169,9 +167,8 @@ def watch_idle_threads(library: str | None, num_threads: int, num_cores: int) ->
 
 
 def openmp_library(maps: Path = _MAPS) -> str | None:
-    """The file of the OpenMP runtime that torch's operators run on in this
-    process; None where there is none, or it isn't known which of several it
-    is."""
+    """The file of the OpenMP runtime that torch's operators run on in this process; None where
+    there is none, or it isn't known which of several it is."""
     if not torch.backends.openmp.is_available():
         return None
     try:

@@ -243,9 +243,8 @@ class _Heads:
 def _plan(
     checkpoint: Checkpoint, spec: ModelSpec, model: Model, paths: _Loaded, held: range
 ) -> list[_Placement]:
-    """Match every parameter of the whole model with tensors on disk, and every
-    tensor on disk with a parameter; those that are loaded here, in the order on
-    disk.
+    """Match every parameter of the whole model with tensors on disk, and every tensor on disk
+    with a parameter; those that are loaded here, in the order on disk.
 
     Args:
         held: the experts that are loaded.
@@ -605,9 +604,8 @@ def _place(
     target: Tensor, splits: Sequence[int], source: Tensor, layout: Layout, spec: ModelSpec,
     shard: Shard | None,
 ) -> None:  # fmt: skip
-    """Copy a tensor of the checkpoint, or the shard's part of each projection
-    fused in it, to where it belongs. ``splits``: rows of the target that belong
-    to each."""
+    """Copy a tensor of the checkpoint, or the shard's part of each projection fused in it, to
+    where it belongs. ``splits``: rows of the target that belong to each."""
     if layout in ("transposed", "transposed_alternating"):
         source = source.T
     if layout in ("alternating", "transposed_alternating"):

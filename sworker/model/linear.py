@@ -127,9 +127,8 @@ class Gated(nn.Module):
     limit: float = 0.0
     """Of act(gate(x)) and of up(x); 0: none."""
     gate_kernel: Callable[[Tensor], Tensor] | None = None
-    """What a device may have in place of ``_gate``. That itself, kept here,
-    would be a cycle: weights would outlive their model until the garbage
-    collector comes."""
+    """What a device may have in place of ``_gate``. That itself, kept here, would be a cycle:
+    weights would outlive their model until the garbage collector comes."""
 
     def gate(self, h: Tensor) -> Tensor:
         """h [T, 2 · intermediate] → act(its first half) · its second half [T, intermediate]."""

@@ -1,10 +1,9 @@
 """A mixture of experts, in place of a layer's MLP.
 
-Rows are sorted by expert, multiplied group by group, put back in order and
-summed over each row's experts in the order in which the router chose them. On
-a CPU, and where a device has no grouped product for the dtype, the groups are a
-loop, for which the host must know their sizes; on CUDA in bfloat16 nothing
-waits for the device.
+Rows are sorted by expert, multiplied group by group, put back in order and summed over each row's
+experts in the order in which the router chose them. On a CPU, and where a device has no grouped
+product for the dtype, the groups are a loop, for which the host must know their sizes; on CUDA in
+bfloat16 nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -329,9 +328,8 @@ def _product(linear: ExpertLinear, expert: int, x: Tensor) -> Tensor:
 
 
 def _weighted_sum(y: Tensor, places: Tensor, is_weighed: bool, weights: Tensor) -> Tensor:
-    """y [S, hidden], where each row's k results are in it [T, k], and their
-    weights [T, k] unless the results are weighed → [T, hidden], added in float32
-    in the order of the k."""
+    """y [S, hidden], where each row's k results are in it [T, k], and their weights [T, k] unless
+    the results are weighed → [T, hidden], added in float32 in the order of the k."""
     total = torch.zeros((len(places), y.shape[1]), dtype=torch.float32, device=y.device)
     for place, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
         part = y.index_select(0, place)

@@ -1,8 +1,7 @@
-"""The S-workers that act as one: how they meet, what they exchange, how they
-part.
+"""The S-workers that act as one: how they meet, what they exchange, how they part.
 
-What is announced travels over gloo on the host, what is computed over the
-device's own collectives (NCCL on CUDA).
+What is announced travels over gloo on the host, what is computed over the device's own
+collectives (NCCL on CUDA).
 """
 
 from __future__ import annotations
@@ -67,14 +66,12 @@ class Ranks:
         """Connect to the other ranks of this host. Waits for all of them.
 
         Args:
-            place: a file that doesn't exist yet, in a directory that is this
-                user's alone; the same for all ranks.
-            patience_s: how long another rank may keep this one waiting in the
-                middle of a step.
+            place: a file that doesn't exist yet, in a directory that is this user's alone; the
+                same for all ranks.
+            patience_s: how long another rank may keep this one waiting in the middle of a step.
 
         Raises:
-            WorkerError: not all came in ``JOINING_TIMEOUT_S``, or they can't
-                connect.
+            WorkerError: not all came in ``JOINING_TIMEOUT_S``, or they can't connect.
         """
         # All are on this host: nothing listens beyond loopback.
         if device.type == "cuda":

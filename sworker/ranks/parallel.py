@@ -140,8 +140,7 @@ class GatheredPass(ParallelPass):
 
 
 class ParallelSWorker(SWorker):
-    """Rank 0's S-worker. ``spec`` is the whole model's; ``model`` this rank's
-    part of it.
+    """Rank 0's S-worker. ``spec`` is the whole model's; ``model`` this rank's part of it.
 
     Every method raises WorkerError if another rank is lost.
     """

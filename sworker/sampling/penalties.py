@@ -18,11 +18,10 @@ from sworker.sampling.token_masks import mask_logits
 
 
 def adjust(logits: Tensor, states: Sequence[SamplingState]) -> None:
-    """Apply processors, masks, logit_bias, min_tokens and penalties in place. Rows without
-    a mask are touched only at the tokens concerned.
+    """Apply processors, masks, logit_bias, min_tokens and penalties in place. Rows without a mask
+    are touched only at the tokens concerned.
 
-    Masks add -inf, so they may as well come first: no penalty moves -inf, and a
-    NaN stays a NaN.
+    Masks add -inf, so they may as well come first: no penalty moves -inf, and a NaN stays a NaN.
     """
     device = logits.device
     # Lists: a generator would be entered once a row.

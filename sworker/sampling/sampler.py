@@ -1,19 +1,17 @@
 """Batched sampling: logits of a running batch in, one token a row out.
 
-A row's token depends on that row alone, to the bit: nothing is summed in an
-order that could change with the batch. Probabilities become **fixed-point
-weights** (``exp`` scaled by a power of two and rounded to whole numbers), so
-that every sum (the mass, the running sums of top-p, the groups' sums) is exact,
-in whatever order a device adds.
+A row's token depends on that row alone, to the bit: nothing is summed in an order that could
+change with the batch. Probabilities become **fixed-point weights** (``exp`` scaled by a power of
+two and rounded to whole numbers), so that every sum (the mass, the running sums of top-p, the
+groups' sums) is exact, in whatever order a device adds.
 
-top-k, top-p and min-p each end at an edge, a logit, and all tokens down to the
-highest edge are kept, with those tied with it. Then kept tokens race: the
-weight of each is divided by a random number of its own, groups first.
+top-k, top-p and min-p each end at an edge, a logit, and all tokens down to the highest edge are
+kept, with those tied with it. Then kept tokens race: the weight of each is divided by a random
+number of its own, groups first.
 
-The last bits of logits differ with the way a model is run (chunks, parts,
-lanes). A draw changes only where its two best are as close as that, or where a
-token that wins the race was within that of the edge less the tie. What was
-measured, and the alternatives: docs/sampling.md.
+The last bits of logits differ with the way a model is run (chunks, parts, lanes). A draw changes
+only where its two best are as close as that, or where a token that wins the race was within that
+of the edge less the tie. What was measured, and the alternatives: docs/sampling.md.
 """
 
 from __future__ import annotations
@@ -104,10 +102,9 @@ def _row_error(greatest: float, num_generated: int) -> RequestError:
 
 
 SHORT_LIST = 1024
-"""Likeliest tokens that a truncated row looks at first: sorting 1,024 of 128k
-costs a twentieth of sorting all. A row that needs more (a nearly flat
-distribution under top-p, or a greater top-k) is drawn again from the whole row,
-with the same result as if it had been at once."""
+"""Likeliest tokens that a truncated row looks at first: sorting 1,024 of 128k costs a twentieth
+of sorting all. A row that needs more (a nearly flat distribution under top-p, or a greater top-k)
+is drawn again from the whole row, with the same result as if it had been at once."""
 
 MAX_BLOCK_ELEMENTS = 1 << 24
 """Rows are worked on so many logits at a time: 64 MiB for each temporary."""
@@ -117,8 +114,7 @@ MAX_CPU_BLOCK_ELEMENTS = 1 << 20
 
 
 class Drawing:
-    """Tokens that are drawn on a device, and on their way to the host; see
-    ``draw``.
+    """Tokens that are drawn on a device, and on their way to the host; see ``draw``.
 
     Args:
         logits: adjusted, [B, V].
@@ -275,8 +271,7 @@ def _logprobs(
 
 
 def _index(rows: NDArray[np.int64], device: torch.device) -> slice | Tensor:
-    """What selects these rows, ascending, of a tensor; without a copy if they
-    are neighbours."""
+    """What selects these rows, ascending, of a tensor; without a copy if they are neighbours."""
     first, last = int(rows[0]), int(rows[-1])
     if last - first + 1 == len(rows):
         return slice(first, last + 1)

@@ -30,10 +30,9 @@ FEW_ELEMENTS = 1 << 16
 
 
 TIE = 2.0**-12
-"""Logits that differ by no more than this count as tied where truncation ends:
-either both tokens are kept or neither. Ten times the float32 noise between two
-ways of running a model, so that tokens which were never trained, and have all
-the same logit but for that noise, stay together."""
+"""Logits that differ by no more than this count as tied where truncation ends: either both tokens
+are kept or neither. Ten times the float32 noise between two ways of running a model, so that
+tokens which were never trained, and have all the same logit but for that noise, stay together."""
 
 
 @dataclass(frozen=True)
@@ -215,11 +214,10 @@ def weights_of(logits: Tensor, greatest: Tensor, rate: Tensor | float, vocab_siz
 
 
 def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """Ids of the greatest logits, descending, equals by ascending id. [n, V] →
-    int64 [n, count].
+    """Ids of the greatest logits, descending, equals by ascending id. [n, V] → int64 [n, count].
 
-    Order and id are packed into one integer key, so no two keys are equal and
-    every algorithm gives the same answer.
+    Order and id are packed into one integer key, so no two keys are equal and every algorithm
+    gives the same answer.
     """
     vocab_size = logits.shape[1]
     bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes one zero of two
@@ -258,8 +256,7 @@ def group_maxima(rows: Tensor) -> Tensor:
 
 
 def group_sums(rows: Tensor) -> Tensor:
-    """float32 [n, V] → float64 [n, G]; exact for whole numbers while a sum is
-    below 2^53."""
+    """float32 [n, V] → float64 [n, G]; exact for whole numbers while a sum is below 2^53."""
     whole, rest = _parts(rows)
     sums = whole.sum(dim=-1, dtype=torch.float64)
     if rest is None:

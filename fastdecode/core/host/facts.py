@@ -77,8 +77,7 @@ TF32_SWITCH = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 
 
 def forces_tf32(environment: Mapping[str, str]) -> bool:
-    """Whether torch would compute float32 products in TF32. It takes "1" alone
-    for yes."""
+    """Whether torch would compute float32 products in TF32. It takes "1" alone for yes."""
     return environment.get(TF32_SWITCH) == "1"
 
 

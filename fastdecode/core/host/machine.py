@@ -25,8 +25,7 @@ def this_machine(device: str, packages: Iterable[str]) -> Machine:
 
     Args:
         device: what the measured part ran on: ``cpu``, or the GPU's name.
-        packages: whose versions matter; those that aren't installed are left
-            out.
+        packages: whose versions matter; those that aren't installed are left out.
     """
     import psutil
 
@@ -44,17 +43,15 @@ DEFAULT_KV_SHARE = 0.5
 
 
 def free_memory_bytes(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> int:
-    """Memory that this process may still take: what the host has free, or less
-    if a control group that it is in (a container's, a batch job's) leaves
-    less."""
+    """Memory that this process may still take: what the host has free, or less if a control group
+    that it is in (a container's, a batch job's) leaves less."""
     import psutil
 
     return max(0, min([psutil.virtual_memory().available, *_group_rooms(cgroups, own)]))
 
 
 def default_kv_bytes(num_caches: int, free_bytes: int | None = None) -> int:
-    """Memory of each of so many KV caches that share this host, where nobody
-    says.
+    """Memory of each of so many KV caches that share this host, where nobody says.
 
     Args:
         free_bytes: for them and all else; None: what is free now.

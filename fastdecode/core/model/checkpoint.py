@@ -1,11 +1,9 @@
-"""A Hugging Face model directory: its config files, and where each tensor lies
-on disk.
+"""A Hugging Face model directory: its config files, and where each tensor lies on disk.
 
-The safetensors layout is: the header's length (8 bytes, little endian), the
-header (a JSON object of name → dtype, shape, begin and end), the raw tensors.
-We read it ourselves rather than map the file into memory, so that the peak
-memory of a load is what the loader allocates and nothing else. Everything in a
-header is checked before it is used.
+The safetensors layout is: the header's length (8 bytes, little endian), the header (a JSON object
+of name → dtype, shape, begin and end), the raw tensors. We read it ourselves rather than map the
+file into memory, so that the peak memory of a load is what the loader allocates and nothing else.
+Everything in a header is checked before it is used.
 """
 
 from __future__ import annotations
@@ -63,9 +61,8 @@ class Checkpoint:
     tensors: Mapping[str, TensorEntry]
     """Weights by name; quantised ones as what they are decoded to."""
     model_hash: str
-    """An identity for the model: SHA-256 over its config.json and safetensors
-    headers, in hex. The weights aren't read: two fine-tunes of one model that
-    were saved alike have the same."""
+    """An identity for the model: SHA-256 over its config.json and safetensors headers, in hex.
+    The weights aren't read: two fine-tunes of one model that were saved alike have the same."""
     is_random: bool = False
     """Weights are made by a fixed seed. ``tensors`` is empty."""
 
@@ -73,12 +70,10 @@ class Checkpoint:
         """What the model is.
 
         Args:
-            max_model_len: a length limit other than the model's own (see
-                ``read_model_spec``).
+            max_model_len: a length limit other than the model's own (see ``read_model_spec``).
 
         Raises:
-            UnsupportedModelError: the architecture or one of its features isn't
-                implemented.
+            UnsupportedModelError: the architecture or one of its features isn't implemented.
             CheckpointError: ``config.json`` makes no sense.
             ConfigError: ``max_model_len`` is out of range.
         """
@@ -130,17 +125,15 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path, load_format: str = "safetensors") -> Checkpoint:
-    """Read the config files and every safetensors header of a model directory;
-    no tensor is read.
+    """Read the config files and every safetensors header of a model directory; no tensor is read.
 
     Args:
         load_format: ``random``: read the config files only.
 
     Raises:
-        UnsupportedModelError: the architecture, or what config.json asks for,
-            isn't implemented.
-        CheckpointError: a file is missing or broken, or the index doesn't fit
-            the files; says what to do.
+        UnsupportedModelError: the architecture, or what config.json asks for, isn't implemented.
+        CheckpointError: a file is missing or broken, or the index doesn't fit the files; says
+            what to do.
     """
     directory = find_model(path)
     config_bytes, config, quantised = _read_config(directory)

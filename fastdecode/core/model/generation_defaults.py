@@ -24,9 +24,8 @@ def generation_defaults(model: Path, generation_config: str = "auto") -> dict[st
     """Sampling parameters for requests that don't say them, by name.
 
     Args:
-        generation_config: ``ignore``: none; ``auto``: those of the file. Where
-            it says ``do_sample: false``, what is about sampling doesn't count,
-            as for transformers.
+        generation_config: ``ignore``: none; ``auto``: those of the file. Where it says
+            ``do_sample: false``, what is about sampling doesn't count, as for transformers.
 
     Raises:
         ConfigError: a value there makes no sense.

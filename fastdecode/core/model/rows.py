@@ -174,8 +174,7 @@ class Row:
         fields: Mapping[str, object] | None = None,
         **changes: Any,
     ) -> Row:
-        """A family that is this one but for these attributes; ``fields`` are
-        added to its own."""
+        """A family that is this one but for these attributes; ``fields`` are added to its own."""
         own = {**self.fields, **(fields or {})}
         return replace(self, family=family, architectures=architectures, fields=own, **changes)
 

@@ -28,8 +28,7 @@ ITEM_BITS = {
 """Bits of an item of each dtype that safetensors names."""
 
 Values: TypeAlias = Literal["e4m3", "e2m1", "integer"]
-"""What a code means: an 8-bit float of 4 exponent bits, a 4-bit float of 2, or a
-whole number."""
+"""What a code means: an 8-bit float of 4 exponent bits, a 4-bit float of 2, or a whole number."""
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Position in its word of the i-th of 8 values."""

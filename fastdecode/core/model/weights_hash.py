@@ -26,9 +26,8 @@ _MOST_KNOWN_BYTES: Final = 1 << 16
 
 
 def weights_hash(checkpoint: Checkpoint, known: Path | None = None) -> str:
-    """Of all files with tensors, 64 hexadecimal digits. Reading a large model
-    takes a while, so what was found is kept, for as long as nobody writes the
-    files.
+    """Of all files with tensors, 64 hexadecimal digits. Reading a large model takes a while, so
+    what was found is kept, for as long as nobody writes the files.
 
     Args:
         known: directory where that is kept; None: the user's cache.

@@ -1,14 +1,13 @@
-"""KV on the S-worker's own device (``--kv-placement gpu``, ``swap``): an R-worker whose
-cache is on that device, and attention in that cache.
+"""KV on the S-worker's own device (``--kv-placement gpu``, ``swap``): an R-worker whose cache is
+on that device, and attention in that cache.
 
-The R-worker decides as all do (``rworker.state``), and works at once, in the sender's
-thread; its executor has the cache (``torch_executor``). The S-worker attends in that
-cache: no message carries q, k and v. It cannot attend while the S-part computes, so
-one lane is enough.
+The R-worker decides as all do (``rworker.state``), and works at once, in the sender's thread; its
+executor has the cache (``torch_executor``). The S-worker attends in that cache: no message
+carries q, k and v. It cannot attend while the S-part computes, so one lane is enough.
 
-A device may fail where it makes room for a step, or attends a layer: it is out of memory,
-or refuses a kernel. Where its caches have replicas the step continues without its rows, as
-every step does whose R-worker is lost, and later steps at the R-workers that take over.
+A device may fail where it makes room for a step, or attends a layer: it is out of memory, or
+refuses a kernel. Where its caches have replicas the step continues without its rows, as every
+step does whose R-worker is lost, and later steps at the R-workers that take over.
 """
 
 from __future__ import annotations
@@ -269,8 +268,7 @@ class DeviceAttention:
         return record, Begun(forward=step.run(s_worker, self.whole))
 
     def _fail(self, error: Exception) -> AttentionPlan:
-        """Give up all caches of the device, which has failed. Return the plan of
-        later steps.
+        """Give up all caches of the device, which has failed. Return the plan of later steps.
 
         Raises:
             Exception: ``error``, if it is a mistake, or there are no replicas.

@@ -34,9 +34,8 @@ _CELL = 8  # elements of int4 that share 4 bytes in a stored row
 
 
 class DeviceMemory:
-    """See ``rworker.tiers.mover.CacheMemory``. A block of a layer is its K and V, and
-    behind them their scales, if there are any. Call its methods of blocks in threads that
-    nobody waits for.
+    """See ``rworker.tiers.mover.CacheMemory``. A block of a layer is its K and V, and behind them
+    their scales, if there are any. Call its methods of blocks in threads that nobody waits for.
 
     Args:
         cache: on the device, or what such a cache has in the host's memory.

@@ -135,8 +135,7 @@ class StageForward(Protocol):
         """Send what is here, or take in what has come back.
 
         Returns:
-            The step's logits [R, vocab], once there are any. At stages behind the first
-            R is 0.
+            The step's logits [R, vocab], once there are any. At stages behind the first R is 0.
         """
 
     def deliver(self, done: StageDone) -> None:

@@ -1,9 +1,8 @@
 """The rows of a step that several attend: o is merged by log-sum-exp.
 
-Each holder of a closed part says what its keys give, o and their log-sum-exp. Once all
-have answered, the closed parts are merged into what the growing part has given,
-part by part from the first on: so a token depends neither on who answered first
-nor on which holder has which part.
+Each holder of a closed part says what its keys give, o and their log-sum-exp. Once all have
+answered, the closed parts are merged into what the growing part has given, part by part from the
+first on: so a token depends neither on who answered first nor on which holder has which part.
 """
 
 from __future__ import annotations

@@ -43,14 +43,13 @@ _KEPT = 0.8  # weight of earlier times when attention is timed again
 class DeviceLane:
     """How decode steps of the home lane run: what is known from one to the next.
 
-    While no sequence is away they run as with all KV on the device, as one graph.
-    While some are, slice by slice, so that lanes that are away come between. Now
-    and then one runs layer by layer, which times its attention: within a graph
-    it cannot be timed.
+    While no sequence is away they run as with all KV on the device, as one graph. While some are,
+    slice by slice, so that lanes that are away come between. Now and then one runs layer by
+    layer, which times its attention: within a graph it cannot be timed.
 
     Args:
-        whole: Runs them in fixed memory. None if there are no kernels for it, or
-            no graphs, and all steps run layer by layer.
+        whole: Runs them in fixed memory. None if there are no kernels for it, or no graphs, and
+            all steps run layer by layer.
     """
 
     def __init__(self, whole: WholeSteps | None = None) -> None:

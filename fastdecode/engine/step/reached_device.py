@@ -1,11 +1,10 @@
-"""The KV cache on the S-worker's device as an R-worker that others reach: it exports
-prompts, fetches what other engines' R-workers export, and takes K and V of prompts that
-other stages run.
+"""The KV cache on the S-worker's device as an R-worker that others reach: it exports prompts,
+fetches what other engines' R-workers export, and takes K and V of prompts that other stages run.
 
-The S-worker still works in its own thread (``fastdecode.engine.step.device``). A second
-thread does what happens behind compute: it answers readers and writes what is fetched.
-Both hold one lock while they touch the R-worker's state; attention needs none, since
-readers and fetches never touch slots of sequences that a step has.
+The S-worker still works in its own thread (``fastdecode.engine.step.device``). A second thread
+does what happens behind compute: it answers readers and writes what is fetched. Both hold one
+lock while they touch the R-worker's state; attention needs none, since readers and fetches never
+touch slots of sequences that a step has.
 """
 
 from __future__ import annotations
