@@ -1,4 +1,5 @@
-"""kind that an engine may ask for."""
+"""Attention beside its definition in float64: of every dtype, head size, group, block size and
+kind that an engine may ask for."""
 
 from __future__ import annotations
 

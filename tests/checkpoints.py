@@ -1,4 +1,5 @@
-"""oracle of what they say.
+"""Small random checkpoints of every model family, and transformers as the oracle of what they
+say.
 
 Shapes are odd on purpose (head_dim that isn't hidden / heads, one or several KV heads, a prime
 vocabulary). Weights are drawn wide enough that greedy text wanders instead of repeating one
@@ -53,7 +54,8 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 FAMILIES = tuple(_FAMILIES)
 FEW_FAMILIES = FAMILIES if TRIES_ALL else ("llama", "gemma2", "bloom")
-"""heads, windows in every other layer and capped logits, ALiBi."""
+"""Where another test runs all families nearly the same way: rotary positions and shared KV
+heads, windows in every other layer and capped logits, ALiBi."""
 
 # With these seeds the default checkpoints' greedy text wanders, and no two tokens are nearly tied.
 _SEEDS = {"mistral": 1, "qwen2": 1, "qwen3": 1, "phi3": 1, "gemma2": 30, "gpt2": 1, "bloom": 3}

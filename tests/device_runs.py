@@ -1,4 +1,5 @@
-"""and layers, with R-workers that answer late."""
+"""Steps of several lanes on a recorded GPU: the real pipeline, staging, graphs
+and layers, with R-workers that answer late."""
 
 from __future__ import annotations
 

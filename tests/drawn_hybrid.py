@@ -1,5 +1,6 @@
-"""sequences are, how much room there is. Each is run by the real scheduler, on the device alone
-and with R-workers beside."""
+"""Cases of KV on both sides, drawn at random: what steps cost, how long
+sequences are, how much room there is. Each is run by the real scheduler, on the
+device alone and with R-workers beside."""
 
 from __future__ import annotations
 
@@ -25,13 +26,12 @@ from fastdecode.schedule.times import Prompts, StepTime, num_tokens_of
 
 @dataclass
 class SharedDevice:
-    """KV on both sides: lanes share a device and R-workers, and step when they
-    are ready. Lane 0 has the sequences whose KV is on the device.
+    """KV on both sides: lanes share a device and R-workers, and step when they are ready. Lane 0
+    has the sequences whose KV is on the device.
 
-    In between, lanes continue at the speed that the device and the R-workers leave
-    them: an away lane needs the device for its S-part, and R-workers for its
-    attention, and waits for a layer of the home lane's before each of its own;
-    the home lane has what is left of the device.
+    In between, lanes continue at the speed that the device and the R-workers leave them: an away
+    lane needs the device for its S-part, and R-workers for its attention, and waits for a layer
+    of the home lane's before each of its own; the home lane has what is left of the device.
 
     Args:
         times: what steps take, the device's attention as if it were an R-worker's.
@@ -177,8 +177,7 @@ def judge(case: DrawnCase, *, error: float = 0.0, random: Random | None = None) 
     """Run a case both ways.
 
     Args:
-        error: what is predicted may be off by this part, for good; the rule is
-            told so.
+        error: what is predicted may be off by this part, for good; the rule is told so.
         random: what predictions are drawn by.
     """
     alone = run(replace(case, blocks=(*([0] * (len(case.blocks) - 1)), case.blocks[-1])), None)[0]

@@ -1,4 +1,5 @@
-"""its tensors are on one device, and none computes. A GPU that isn't there.
+"""CUDA tensors that have no memory (``FakeTensorMode``): every operator checks that its tensors
+are on one device, and none computes. A GPU that isn't there.
 
 What the host makes (NumPy's arrays, pinned memory) is real. ``FakeGpu`` is the driver (see
 ``sworker.device.Gpu``), and watches: a copy to memory that isn't pinned, a value that the host

@@ -1,4 +1,6 @@
-"""The cache's KV store is checked after every step: no block is lost, shared by mistake or
+"""What happens to a cache, to its replica, and to the link between them, in any order.
+
+The cache's KV store is checked after every step: no block is lost, shared by mistake or
 overwritten, and what is refused changes nothing.
 """
 

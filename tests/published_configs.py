@@ -1,4 +1,5 @@
-"""parameters they have."""
+"""Configs of models in the styles in which they were published, and how many
+parameters they have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""weights, and slow decoders that follow the formats' definitions value by value.
+"""Quantised tensors for tests: random codes in every format, encoders of given
+weights, and slow decoders that follow the formats' definitions value by value.
 
 Nothing here shares code with what it checks.
 """

@@ -1,4 +1,5 @@
-"""against how often they should be."""
+"""States of sequences whose next token is drawn; and how often a row's tokens are drawn,
+against how often they should be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""nothing depends on what the tensors hold."""
+"""``sworker.kernels.paged_triton`` in plain torch, so that it can be captured:
+nothing depends on what the tensors hold."""
 
 from __future__ import annotations
 

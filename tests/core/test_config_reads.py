@@ -1,4 +1,5 @@
-"""same family reads, but for those listed here with a reason."""
+"""Config keys that change a result: each row reads every key that transformers' code for the
+same family reads, but for those listed here with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""and a user without a home."""
+"""CPUs and memory that a process may use, under control groups of version 1 and 2; NUMA nodes;
+and a user without a home."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""what is odd about a profile is named."""
+"""Profile files: what is written is read back; whatever else is in them is refused by name; and
+what is odd about a profile is named."""
 
 from __future__ import annotations
 

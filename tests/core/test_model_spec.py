@@ -1,4 +1,5 @@
-"""and refusals of all the rest."""
+"""ModelSpec: real models' configs in the styles in which they were published,
+and refusals of all the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""or an answer, never a crash."""
+"""Config files and tensor headers that somebody has damaged: a deliberate error
+or an answer, never a crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""the user has decided."""
+"""How long idle OpenMP threads spin: bounded before torch is imported, unless
+the user has decided."""
 
 from __future__ import annotations
 

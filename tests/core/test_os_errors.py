@@ -1,4 +1,5 @@
-"""files of keys, and never a key that was given in place of a file."""
+"""What the system refused is said with the mend, in the same words everywhere; and errors name
+files of keys, and never a key that was given in place of a file."""
 
 from __future__ import annotations
 

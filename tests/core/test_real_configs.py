@@ -1,4 +1,5 @@
-"""year are accepted with the right number of parameters, or refused by name."""
+"""74 real ``config.json``, with the facts that are read of them: models of this
+year are accepted with the right number of parameters, or refused by name."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from fastdecode.core.model.stages import stage_spec
 
 FILE = Path(__file__).resolve().parents[1] / "data" / "real_configs.json"
 MODELS: dict[str, dict[str, Any]] = json.loads(FILE.read_text("utf-8"))
-"""(of the text part) or the reason why it is ``refused``."""
+"""By name: ``config``, ``hf_quant_config`` where there is one, and ``parameters``
+(of the text part) or the reason why it is ``refused``."""
 ACCEPTED = [name for name, model in MODELS.items() if "refused" not in model]
 
 

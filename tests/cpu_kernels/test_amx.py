@@ -1,4 +1,5 @@
-"""a CPU that has AMX, and on trial."""
+"""AMX kernels: on tiles in memory against the NumPy twins, as machine code for
+a CPU that has AMX, and on trial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""bit, for every KV dtype."""
+"""``gather`` against its NumPy twin, and as the inverse of ``append``: bit by
+bit, for every KV dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""results, to the bit, as on threads of our own."""
+"""Kernels on the threads of torch's OpenMP runtime, and called from many threads: the same
+results, to the bit, as on threads of our own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Llama, and paged attention by everything that it can be asked for."""
+"""What only a GPU can show, beside the checks of test_right.py: other families than
+Llama, and paged attention by everything that it can be asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""float64 or the CPU, and whole engines. With FASTDECODE_GPU_SMOKE=1 on a CPU, by tiny sizes."""
+"""The part "right" of benchmarks/gpu.py: copies, kernels, graphs and the sampler of a GPU beside
+float64 or the CPU, and whole engines. With FASTDECODE_GPU_SMOKE=1 on a CPU, by tiny sizes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""any order, early ends, forks, cancelled requests and lost R-workers. Plans are carried out on
-the R-workers' real KV stores, also of sequences that are split."""
+"""The scheduler under every policy, over random traffic: lanes that finish in
+any order, early ends, forks, cancelled requests and lost R-workers. Plans are
+carried out on the R-workers' real KV stores, also of sequences that are split."""
 
 from __future__ import annotations
 

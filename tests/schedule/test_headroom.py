@@ -1,4 +1,5 @@
-"""load stable where load control drifts."""
+"""Room for those that start later: its shape, and that it keeps a stabilised
+load stable where load control drifts."""
 
 from __future__ import annotations
 

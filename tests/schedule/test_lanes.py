@@ -1,4 +1,5 @@
-"""times tells what it should be."""
+"""The number of lanes follows what steps turn out to take; a machine with known
+times tells what it should be."""
 
 from __future__ import annotations
 

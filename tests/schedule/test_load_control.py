@@ -1,4 +1,5 @@
-"""the paper's closed form."""
+"""Load control against brute force over every step, the worked examples, and
+the paper's closed form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""memory and a disk that remember what each slot was written for."""
+"""Lower tiers of kept blocks, put to work: on R-workers' real KV stores, with a
+memory and a disk that remember what each slot was written for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""that remembers what each slot was written for."""
+"""The prefix cache, put to work: on R-workers' real KV stores, with a memory
+that remembers what each slot was written for."""
 
 from __future__ import annotations
 

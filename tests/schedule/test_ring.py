@@ -1,4 +1,5 @@
-"""what holds for all."""
+"""How many KV blocks R-workers offer where each keeps a replica, too: worked cases, and
+what holds for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""is one of the table's, and what is pending is carried out at rest."""
+"""The table of sequence states: a random walk over it, in which every transition
+is one of the table's, and what is pending is carried out at rest."""
 
 from __future__ import annotations
 

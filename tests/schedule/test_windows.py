@@ -1,4 +1,5 @@
-"""that somebody sees who goes on, and nobody needs any others."""
+"""Models whose every layer has a sliding window: of kept blocks only those stay
+that somebody sees who goes on, and nobody needs any others."""
 
 from __future__ import annotations
 

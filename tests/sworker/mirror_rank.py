@@ -1,4 +1,5 @@
-"""the first, once for each line that it reads: a checkpoint's number, and a place to meet.
+"""Run by tests as another process: the second of two S-workers, which mirrors
+the first, once for each line that it reads: a checkpoint's number, and a place to meet.
 
 Usage: mirror_rank.py DIRECTORY CHECKPOINT ...
 

@@ -1,4 +1,5 @@
-"""once, and over a recorded GPU's pinned memory."""
+"""A lane's way to R-workers and back: on a CPU, where every copy is over at
+once, and over a recorded GPU's pinned memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""equal those of transformers."""
+"""Random tiny models of every family: logits of ragged batches, in chunks,
+equal those of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""the interpreter, or on the GPU where there is one."""
+"""Fused kernels for parts of a layer against torch: Numba's, and Triton's in
+the interpreter, or on the GPU where there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""are. Units run without capture here."""
+"""Steps in a lane's fixed memory, padded to a bucket: as steps that run as they
+are. Units run without capture here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""pieces of like length, in a list of a size that is known before."""
+"""How attention over cached tokens is divided: every key of every query exactly once, in
+pieces of like length, in a list of a size that is known before."""
 
 from __future__ import annotations
 

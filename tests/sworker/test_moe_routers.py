@@ -1,4 +1,5 @@
-"""weights, bit for bit. A family's row makes ours of the options of its config."""
+"""Routers against transformers' own: which experts, in which order, with which
+weights, bit for bit. A family's row makes ours of the options of its config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""every way to lay out weights."""
+"""Two S-workers that act as one, in two processes: the logits of one alone, for
+every way to lay out weights."""
 
 from __future__ import annotations
 

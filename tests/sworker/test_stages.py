@@ -1,4 +1,5 @@
-"""and end with hidden states."""
+"""A stage's part of a model: its own weights and no others; steps that begin
+and end with hidden states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""copied is what is missing; and nothing is read or written too early."""
+"""Swapped KV by itself: whatever lanes do, they find what they stored; what is
+copied is what is missing; and nothing is read or written too early."""
 
 from __future__ import annotations
 

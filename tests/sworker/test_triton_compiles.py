@@ -1,4 +1,5 @@
-"""makes, down to the machine's code, of which registers, spills and shared memory are read; and
+"""Triton's kernels are compiled for GPUs where there is none: from the calls that the engine
+makes, down to the machine's code, of which registers, spills and shared memory are read; and
 then not run."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""plain torch's here, the GPU a recorded one."""
+"""Decode steps as one graph, KV on the device: as layer by layer. Kernels are
+plain torch's here, the GPU a recorded one."""
 
 from __future__ import annotations
 

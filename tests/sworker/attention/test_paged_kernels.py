@@ -1,4 +1,5 @@
-"""prompts; in Triton's interpreter, or on the GPU where there is one."""
+"""Kernels that read blocks where they lie, beside float64: decoded tokens and later chunks of
+prompts; in Triton's interpreter, or on the GPU where there is one."""
 
 from __future__ import annotations
 

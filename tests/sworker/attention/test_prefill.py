@@ -1,4 +1,5 @@
-"""to a past; and what it makes beside its result: tiles of bounded size, and no copies that a
+"""A chunk's own attention against a dense float64 reference; merging it with the attention
+to a past; and what it makes beside its result: tiles of bounded size, and no copies that a
 device would be waited for."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""what they mean to transformers."""
+"""Directories whose files disagree, or say less than they should, mean to us
+what they mean to transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""from the other."""
+"""Loading to a device: two pinned buffers, of which one is filled while the device copies
+from the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""and in parts, in every dtype."""
+"""Quantised checkpoints load as checkpoints of the decoded weights do, whole
+and in parts, in every dtype."""
 
 from __future__ import annotations
 

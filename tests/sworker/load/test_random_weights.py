@@ -1,4 +1,5 @@
-"""are made on the device."""
+"""``load_format="random"``: a model directory with config.json alone, whose weights
+are made on the device."""
 
 from __future__ import annotations
 

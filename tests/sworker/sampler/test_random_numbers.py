@@ -1,4 +1,5 @@
-"""logits changes no token of a large vocabulary."""
+"""The numbers of a draw: which they are, that every library gives the same, and that noise of
+logits changes no token of a large vocabulary."""
 
 from __future__ import annotations
 

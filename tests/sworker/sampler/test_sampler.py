@@ -1,4 +1,5 @@
-"""processors."""
+"""The sampler against a plain float64 oracle, one row at a time; and against transformers' logits
+processors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""draws; and what is sent to a GPU."""
+"""Rows that can't be sampled, or hardly, and what is refused before; few rows, which NumPy
+draws; and what is sent to a GPU."""
 
 from __future__ import annotations
 
