@@ -131,10 +131,9 @@ def test_paces() -> None:
 
 
 def test_never_slower_than_the_device_alone() -> None:
-    """With the scheduler, the lifecycle and the rule as they are. The first
-    ten were slower once: forecasts took all R-workers' blocks for one room,
-    knew nothing of prompts, and thought that two would share an away lane of
-    which one found room at home."""
+    """With the scheduler, the lifecycle and the rule as they are. The first ten were slower once:
+    forecasts took all R-workers' blocks for one room, knew nothing of prompts, and thought that
+    two would share an away lane of which one found room at home."""
     modes: Counter[str] = Counter()
     ratios = []
     for seed in (428, 824, 2643, 3316, 3376, 4223, 7125, 7152, 8306, 8746, *range(examples(60))):
