@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fastdecode.core.model.spec import ModelSpec
 from sworker.buffers import LENT_LAYERS, Feed, to_device
-from sworker.device import Gpu, Graph, gpu_of
+from sworker.device import Gpu, gpu_of
 from sworker.failures import is_kernel_error
 from sworker.model.moe import Experts
 from sworker.model.skeleton import LayerRoom, Model
@@ -185,7 +185,7 @@ class StepGraphs:
         self._max_graphs = max_graphs
         self.buckets = Buckets.choose(self.lanes, max_graphs, max_rows)
         self._lanes: dict[int, LaneBuffers] = {}
-        self._graphs: dict[Key, Graph] = {}
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._pool = self._gpu.new_pool() if self._gpu is not None else None
 
     @property

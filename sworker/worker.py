@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fastdecode.core.model.spec import ModelSpec
 from sworker.buffers import KEPT_ROWS, LENT_LAYERS, Feed, Fetch, Fetched
-from sworker.device import Gpu, Mark, gpu_of
+from sworker.device import Event, Gpu, gpu_of
 from sworker.graphs import StepGraphs
 from sworker.host_blocks import BlockMemory
 from sworker.kernels.threads import IdleThreads
@@ -367,8 +367,8 @@ class DeviceTimer:
     def __init__(self, gpu: Gpu | None, *, every: int = 1) -> None:
         self._gpu, self._every = gpu, every
         self._num_blocks = 0
-        self._spans: list[tuple[Mark, Mark]] = []
-        self._start: Mark | None = None
+        self._spans: list[tuple[Event, Event]] = []
+        self._start: Event | None = None
         self.is_used = gpu is not None
         """Whether it measures anything."""
 
