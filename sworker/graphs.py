@@ -174,7 +174,9 @@ class StepGraphs:
         self._gpu = gpu or gpu_of(device)
         self.model = model
         self.device = device
-        self._capture = capture and not _waits(model)
+        # Within a unit, the host may have to wait for the device.
+        waits = any(isinstance(x.mlp, Experts) and x.mlp.waits for x in model.layers)
+        self._capture = capture and not waits
         if capture and not self._capture:
             logger.warning(
                 "experts in %s have no grouped product on %s: the host waits to learn their rows, "
@@ -342,11 +344,6 @@ class StepGraphs:
             x.copy_(y)
         else:
             torch.add(y, added, out=x)
-
-
-def _waits(model: Model) -> bool:
-    """Whether the host waits for the device within a unit."""
-    return any(isinstance(layer.mlp, Experts) and layer.mlp.waits for layer in model.layers)
 
 
 def _unit(unit: int) -> str:

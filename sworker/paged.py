@@ -341,7 +341,10 @@ class PagedKV:
 
     def _num_shares(self, programs_per_sm: int) -> int:
         """As many pieces of work of one KV head keep all multiprocessors busy."""
-        return -(-programs_per_sm * _num_sms(self.pool.device) // self.kv.num_kv_heads)
+        num_sms, device = _DEFAULT_NUM_SMS, self.pool.device
+        if device.type == "cuda":
+            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        return -(-programs_per_sm * num_sms // self.kv.num_kv_heads)
 
     def _scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
         return None if self.scales is None else (self.scales[layer, 0], self.scales[layer, 1])
@@ -457,12 +460,6 @@ class PagedKV:
             **({} if lse is None else {"lse": lse}),
         )  # fmt: skip
         self._add_sinks(layer, o, lse)
-
-
-def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _DEFAULT_NUM_SMS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache

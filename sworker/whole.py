@@ -116,15 +116,11 @@ class WholeSteps:
             for lane in set(lanes).intersection(self.graphs.lanes_of(bucket)):
                 run = partial(self._step, lane, bucket)
                 self.graphs.capture((lane, _WHOLE, bucket), run, _WHAT)
-            if only_lane is not None:
-                self._capture_slices(only_lane, bucket)
-
-    def _capture_slices(self, lane: int, bucket: int) -> None:
-        if lane in self.graphs.lanes_of(bucket):
-            for number in range(len(self.slices)):
-                run = partial(self._slice, lane, number, bucket)
-                what = "some layers of a decode step"
-                self.graphs.capture((lane, _FIRST_SLICE - number, bucket), run, what)
+            if only_lane is not None and only_lane in self.graphs.lanes_of(bucket):
+                for number in range(len(self.slices)):
+                    run = partial(self._slice, only_lane, number, bucket)
+                    what = "some layers of a decode step"
+                    self.graphs.capture((only_lane, _FIRST_SLICE - number, bucket), run, what)
 
     def takes(self, step: PagedStep) -> bool:
         """Whether it is a step for ``run``."""

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -51,13 +51,6 @@ _SOFT: Final = 1
 """``omp_pause_soft``: the runtime keeps its settings."""
 
 
-class Brake(Protocol):
-    """Makes idle threads sleep almost at once, while it is on."""
-
-    def turn_on(self) -> None: ...
-    def turn_off(self) -> None: ...
-
-
 class IdleThreads:
     """Watches how long this process's threads wait for a core.
 
@@ -69,7 +62,7 @@ class IdleThreads:
 
     def __init__(
         self,
-        brake: Brake,
+        brake: SpareThreads,
         waited_s: Callable[[], float],
         clock: Clock = time.monotonic,
     ) -> None:
@@ -93,20 +86,14 @@ class IdleThreads:
         had_many, self._had_many = self._had_many, share >= MANY_WAIT
         if self.is_crowded:
             if share < FEW_WAIT or now >= self._until_s:
-                self._turn_off()
+                self.is_crowded = self._had_many = False
+                self._brake.turn_off()
         elif had_many and self._had_many:
-            self._turn_on(now)
+            self.is_crowded, self._until_s = True, now + self._hold_s
+            self._hold_s = min(2 * self._hold_s, LONGEST_HOLD_S)
+            self._brake.turn_on()
         elif not self._had_many:
             self._hold_s = FIRST_HOLD_S
-
-    def _turn_on(self, now: float) -> None:
-        self.is_crowded, self._until_s = True, now + self._hold_s
-        self._hold_s = min(2 * self._hold_s, LONGEST_HOLD_S)
-        self._brake.turn_on()
-
-    def _turn_off(self) -> None:
-        self.is_crowded = self._had_many = False
-        self._brake.turn_off()
 
 
 def waited_for_cores(tasks: Path = _TASKS) -> float:
@@ -122,8 +109,9 @@ def waited_for_cores(tasks: Path = _TASKS) -> float:
 
 
 class SpareThreads:
-    """A brake for GNU's runtime: threads that do nothing, of a region in a
-    thread of its own. With them the runtime counts more threads than cores.
+    """A brake for GNU's runtime, which makes idle threads sleep almost at once while it is on.
+    Threads that do nothing, of a region in a thread of its own, make the runtime count more
+    threads than cores.
 
     Args:
         num_threads: that the engine's regions have.

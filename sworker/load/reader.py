@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 
@@ -112,7 +111,7 @@ class TensorReader:
         return data
 
     def _fill(self, data: Tensor, entry: TensorEntry, start: int) -> None:
-        with _reading(entry):
+        try:
             file = self._open(entry.file)
             file.seek(entry.offset + start)
             view, filled = memoryview(data.numpy()), 0
@@ -124,6 +123,9 @@ class TensorReader:
                         "to it?"
                     )
                 filled += count
+        except OSError as error:
+            why = error.strerror or error
+            raise CheckpointError(f"{entry.file} can't be read: {why}.") from error
 
     def _open(self, path: Path) -> FileIO:
         if path not in self._files:
@@ -131,11 +133,3 @@ class TensorReader:
                 self._close_files()
             self._files[path] = path.open("rb", buffering=0)
         return self._files[path]
-
-
-@contextlib.contextmanager
-def _reading(entry: TensorEntry) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{entry.file} can't be read: {error.strerror or error}.") from error

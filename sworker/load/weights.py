@@ -110,7 +110,10 @@ def load_model(
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     spec = checkpoint.spec(max_model_len=max_model_len)
     target = _check_device(device)
-    kind = _check_dtype(dtype or torch_dtype(spec.choose_dtype("auto")))
+    kind = dtype or torch_dtype(spec.choose_dtype("auto"))
+    if kind not in _TARGET_DTYPES:
+        rule = f" is not one of {', '.join(map(str, _TARGET_DTYPES))}"
+        raise ConfigError(Given("dtype", str(kind)), rule)
     own = spec if layers is None else stage_spec(spec, layers)
     part = own if shard is None else shard_spec(own, shard)
     with torch.device("meta"):
@@ -127,14 +130,6 @@ def load_model(
     if kv_dtype is not None and not kv_dtype.is_float:
         even_out_keys(loaded, kv_dtype)
     return spec, loaded.eval()
-
-
-def _check_dtype(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in _TARGET_DTYPES:
-        raise ConfigError(
-            Given("dtype", str(dtype)), f" is not one of {', '.join(map(str, _TARGET_DTYPES))}"
-        )
-    return dtype
 
 
 def random_model(
@@ -263,7 +258,7 @@ def _plan(
         for parameter, tensor in module.named_parameters(recurse=False):
             for part in parts:
                 name = part.source.tensor(parameter)
-                if here is None or not _is_held(part, held):
+                if here is None or not (part.expert is None or part.expert in held):
                     others.add(name)
                     continue
                 entry = checkpoint.tensors.get(name)
@@ -276,7 +271,9 @@ def _plan(
                 if heads is not None and heads.axis < len(shape):
                     shape[heads.axis] = shape[heads.axis] * heads.num // spec.num_q_heads
                 _check(checkpoint, entry, tuple(shape), layout)
-                order = dims if _turns(path, part.index) else None
+                own = path.rpartition(".")[2]
+                turns = own in ("q_norm", "k_norm") or (own == "qkv" and part.index < 2)
+                order = dims if turns else None
                 placements.append(
                     _Placement(entry, here, parameter, part, num_sources, layout, order, heads)
                 )
@@ -331,9 +328,10 @@ def _parts(
         case Source():
             return (_Part(replace(names, name=prefix + names.name)),)
         case PerExpert():
+            assert isinstance(module, ExpertLinear)
             return tuple(
                 _Part(Source(prefix + name.format(expert)), index, expert)
-                for expert in range(_num_experts(module))
+                for expert in range(len(module.weight))
                 for index, name in enumerate(names.names)
             )
         case Either():
@@ -341,12 +339,6 @@ def _parts(
             return max(found, key=lambda parts: _fit(checkpoint, module, parts))
         case _:
             return tuple(_Part(Source(prefix + name), i) for i, name in enumerate(names))
-
-
-def _turns(path: str, source: int) -> bool:
-    """Whether a module's output, or what it norms, turns: q and k do."""
-    module = path.rpartition(".")[2]
-    return module in ("q_norm", "k_norm") or (module == "qkv" and source < 2)
 
 
 def _heads(spec: ModelSpec, path: str, source: int) -> _Heads | None:
@@ -370,11 +362,6 @@ def _order_of_dims(spec: ModelSpec) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def _num_experts(module: nn.Module) -> int:
-    assert isinstance(module, ExpertLinear)
-    return len(module.weight)
-
-
 def _fit(checkpoint: Checkpoint, module: nn.Module, parts: tuple[_Part, ...]) -> int:
     """0: the checkpoint has none of such names; 2: it has, and in this layout."""
     part, weight = parts[0], getattr(module, "weight", None)
@@ -383,10 +370,6 @@ def _fit(checkpoint: Checkpoint, module: nn.Module, parts: tuple[_Part, ...]) ->
         return 0
     shape = _shape(module, weight, part, len({part.index for part in parts}))
     return 2 if entry.shape == _laid_out(shape, _layout(part.source, "weight")) else 1
-
-
-def _is_held(part: _Part, held: range) -> bool:
-    return part.expert is None or part.expert in held
 
 
 def _layout(source: Source, parameter: str) -> Layout:

@@ -187,7 +187,9 @@ class Experts(Gated):
         if self.moe.scale_after != 1.0:
             y = y * self.moe.scale_after
         if self.shared is not None:
-            y = y + self._shared(x)
+            shared: Tensor = self.shared(x)
+            gate = self.shared_gate
+            y = y + (shared if gate is None else torch.sigmoid(gate(x)) * shared)
             y = y / 2 if self.moe.shared_average else y
         if self.add_up is not None:
             self.add_up(y)
@@ -214,11 +216,6 @@ class Experts(Gated):
                 gate = gate.clamp(max=limit)
                 gate = gate * torch.sigmoid(gate * self.moe.alpha)
                 return gate.mul_(up.clamp(-limit, limit).add_(1))
-
-    def _shared(self, x: Tensor) -> Tensor:
-        assert self.shared is not None
-        y: Tensor = self.shared(x)
-        return y if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * y
 
     def sum_experts(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """x [T, hidden], numbers of experts here, or ``num`` [T, k], and their

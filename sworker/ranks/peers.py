@@ -176,7 +176,9 @@ class Peers:
             else f"doesn't go on, or not within {self.patience_s:g} s (worker_timeout_s)"
         )
         if error is not None and not ended:
-            what += f": {_brief(error)}"
+            # Without what gloo and NCCL say of their source code, and what they think of it.
+            first_line = str(error).splitlines()[0]
+            what += ": " + re.sub(r"^\[[^]]*\] *", "", first_line).split(". ")[0]
         return WorkerError(
             f"{names} {what}. Without its part of every layer the job can't go on: see that rank's "
             "own output, and start the job again (fastdecode run-batch --resume keeps what is "
@@ -198,8 +200,3 @@ class Peers:
         if self.stuck is not None:
             self.stuck.cancel()
         return is_whole
-
-
-def _brief(error: RuntimeError) -> str:
-    """Without what gloo and NCCL say of their source code, and what they think of it."""
-    return re.sub(r"^\[[^]]*\] *", "", str(error).splitlines()[0]).split(". ")[0]

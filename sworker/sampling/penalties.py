@@ -71,18 +71,13 @@ def _processed(processors: Sequence[LogitsProcessor], history: History, logits: 
     shape, row = logits.shape, logits.clone()
     for process in processors:
         tokens = [list(history.output)]
-        if _takes_prompt(process):
+        parameters = inspect.signature(process).parameters.values()
+        if sum(x.default is x.empty for x in parameters) == 3:
             tokens.insert(0, list(history.prompt))
         row = process(*tokens, row)
         if not isinstance(row, Tensor) or row.shape != shape:
             raise TypeError(f"it must return a tensor of shape {list(shape)}, not {row!r:.80}")
     return row.to(torch.float32)
-
-
-def _takes_prompt(process: LogitsProcessor) -> bool:
-    """Whether it has three parameters without a default: the prompt's tokens first."""
-    parameters = inspect.signature(process).parameters.values()
-    return sum(x.default is x.empty for x in parameters) == 3
 
 
 def _entries(

@@ -246,7 +246,8 @@ def _draw_rows(
             tokens[at] = draw_whole(logits[at], greatest[at, None], controls)
     for rows in _blocks(truncated, logits):
         at = _index(rows, device)
-        columns = _num_columns([states[row].params.top_k for row in rows], short_list, vocab_size)
+        most = max(states[row].params.top_k or vocab_size for row in rows)
+        columns = min(short_list, vocab_size, most)  # no more than any row needs
         controls = controls_of(states, rows, device)
         tokens[at] = draw_truncated(logits[at], greatest[at, None], controls, columns)
 
@@ -300,12 +301,6 @@ def _split(states: Sequence[SamplingState]) -> tuple[NDArray[np.int64], NDArray[
             params = state.params
             (truncated if params.top_k or params.top_p < 1 else whole).append(row)
     return np.array(whole, np.int64), np.array(truncated, np.int64)
-
-
-def _num_columns(top_ks: list[int], short_list: int, vocab_size: int) -> int:
-    """How many of the likeliest tokens to look at: no more than the short list,
-    no more than any row needs."""
-    return min(short_list, vocab_size, max(top_k or vocab_size for top_k in top_ks))
 
 
 def _blocks(rows: NDArray[np.int64], logits: Tensor) -> Iterator[NDArray[np.int64]]:
