@@ -286,7 +286,7 @@ def doubts(profile: Profile, *, bytes_per_s: float | None = None) -> list[str]:
 
 def _series(profile: Profile) -> Iterator[tuple[str, list[tuple[tuple[int, ...], Timing]]]]:
     if isinstance(profile, RProfile):
-        yield "R-part", [(_size_of(point), point.timing) for point in profile.decode]
+        yield "R-part", [((x.num_sequences, x.context_tokens), x.timing) for x in profile.decode]
     elif isinstance(profile, SProfile):
         named = (
             ("layer", profile.layer),
@@ -304,10 +304,6 @@ def _series(profile: Profile) -> Iterator[tuple[str, list[tuple[tuple[int, ...],
 
 def _sized(points: Sequence[Point]) -> list[tuple[tuple[int, ...], Timing]]:
     return [((point.size,), point.timing) for point in points]
-
-
-def _size_of(point: DecodePoint) -> tuple[int, ...]:
-    return point.num_sequences, point.context_tokens
 
 
 def _shown(size: tuple[int, ...]) -> str:

@@ -77,16 +77,14 @@ def cpu_quota(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> float | None:
         The tightest quota of ``cpu.max`` (version 2) or ``cpu.cfs_quota_us`` (version 1). None
         if there is none.
     """
-    return min(_quotas(cgroups, own), default=None)
-
-
-def _quotas(cgroups: Path, own: Path) -> Iterator[float]:
+    quotas = []
     for directory, is_v2 in control_groups("cpu", cgroups, own):
         names = ("cpu.max", "cpu.max") if is_v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         quota = read_number(directory / names[0])
         period = read_number(directory / names[1], place=1 if is_v2 else 0)
         if quota and period:
-            yield quota / period
+            quotas.append(quota / period)
+    return min(quotas, default=None)
 
 
 def control_groups(

@@ -347,16 +347,14 @@ def _parse_header(file: Path, header_bytes: bytes) -> list[TensorEntry]:
 def _parse_entry(file: Path, name: str, entry: object, start: int) -> TensorEntry:
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
-            dtype in ITEM_BITS and len(shape) <= MAX_DIMS and all(_is_dim(dim) for dim in shape)
+            dtype in ITEM_BITS
+            and len(shape) <= MAX_DIMS
+            and all(type(dim) is int and 0 <= dim <= MAX_DIM for dim in shape)
         ):
             num_bytes = ITEM_BITS[dtype] * math.prod(shape) // 8
             if begin >= 0 and end - begin == num_bytes:
                 return TensorEntry(name, file, dtype, tuple(shape), start + begin, num_bytes)
     raise _broken(file, f"the header's entry of {name!r} makes no sense")
-
-
-def _is_dim(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_DIM
 
 
 def _broken(file: Path, why: str) -> CheckpointError:

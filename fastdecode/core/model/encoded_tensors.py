@@ -42,20 +42,11 @@ def find_weights(tensors: _Tensors, quantisation: Quantisation | None) -> dict[s
             found[weight.name] = weight
             used.update(part.name for part in encoding.parts)
     for name, entry in tensors.items():
-        if name not in used and not _is_unused(name):
+        if name not in used and name.rsplit(".", 1)[-1] not in UNUSED:
             if entry.name in found:
                 raise _broken(entry, "stands beside codes and scales of the same weight")
             found[name] = entry
-    _refuse_undecoded(found)
-    return found
-
-
-def _is_unused(name: str) -> bool:
-    return name.rsplit(".", 1)[-1] in UNUSED
-
-
-def _refuse_undecoded(tensors: _Tensors) -> None:
-    for entry in tensors.values():
+    for entry in found.values():
         if entry.encoding is None and entry.dtype in ("F8_E4M3", *_UNDECODED):
             why = "has no scale" if entry.dtype == "F8_E4M3" else "isn't decoded"
             raise CheckpointError(
@@ -63,6 +54,7 @@ def _refuse_undecoded(tensors: _Tensors) -> None:
                 "download is incomplete, or the format isn't known: use the checkpoint in "
                 "bfloat16 that it was made from."
             )
+    return found
 
 
 def _find_encoding(
@@ -196,7 +188,7 @@ def _side(length: int, num_scales: int, hint: int) -> int | None:
 def _check_parts(encoding: Encoding) -> None:
     """Shapes of zero points, the global scale and the group index."""
     form, (count, rows, columns) = encoding.format, encoding.matrix
-    groups = _num_groups(encoding)
+    groups = math.ceil(rows / encoding.block[0]), math.ceil(columns / encoding.block[1])
     if encoding.global_scale is not None and math.prod(encoding.global_scale.shape) != 1:
         raise _broken(encoding.global_scale, "isn't one number")
     index = encoding.group_index
@@ -214,11 +206,6 @@ def _check_parts(encoding: Encoding) -> None:
     )
     if math.prod(zeros.shape) != count * math.prod(expected):
         raise _broken(zeros, f"has the shape {list(zeros.shape)}, not {list(expected)}")
-
-
-def _num_groups(encoding: Encoding) -> tuple[int, int]:
-    _, rows, columns = encoding.matrix
-    return math.ceil(rows / encoding.block[0]), math.ceil(columns / encoding.block[1])
 
 
 def _decoded(encoding: Encoding) -> TensorEntry:

@@ -112,21 +112,18 @@ def read_model_spec(
         norm_eps=1e-6,
         quantisation=quantisation,
     )
-    spec = _with_text_ends(row.read(reader, start, max_model_len), reader, generation)
+    spec = row.read(reader, start, max_model_len)
     if max_model_len is not None and not 1 <= max_model_len <= spec.max_model_len:
         rule = f" is not within 1..{spec.max_model_len}, what {spec.name} serves"
         raise ConfigError(Given("max_model_len", max_model_len), rule)
-    return replace(spec, max_model_len=max_model_len or spec.max_model_len)
-
-
-def _with_text_ends(spec: ModelSpec, reader: ConfigReader, generation: ConfigReader) -> ModelSpec:
-    """Add the tokens that begin and end a text. Those outside the vocabulary don't count."""
+    # Tokens that begin and end a text. Those outside the vocabulary don't count.
     eos = (*generation.token_ids("eos_token_id"), *reader.token_ids("eos_token_id"))
     bos, known = reader.token_ids("bos_token_id")[:1], range(spec.vocab_size)
     return replace(
         spec,
         bos_token_id=next((token for token in bos if token in known), None),
         eos_token_ids=tuple(dict.fromkeys(token for token in eos if token in known)),
+        max_model_len=max_model_len or spec.max_model_len,
     )
 
 
@@ -183,13 +180,6 @@ def _exaone_slides(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], boo
     if isinstance(pattern, str):  # one letter a layer, G without a window, again and again
         return lambda layer: pattern[layer % len(pattern)] != "G"
     return _all_but_every("sliding_window_pattern", 4)(reader, spec)
-
-
-def _rotates_local_unless_all_full(
-    reader: ConfigReader, spec: ModelSpec, kinds: LayerKinds
-) -> tuple[bool, ...]:
-    has_window = window(4096)(reader, spec) is not None
-    return tuple(not has_window or kind == "sliding_attention" for kind in kinds)
 
 
 def _rotates_some(reader: ConfigReader, spec: ModelSpec, kinds: LayerKinds) -> tuple[bool, ...]:
@@ -319,10 +309,6 @@ def _falcon_kv_heads(reader: ConfigReader, spec: ModelSpec) -> int:
     return 1 if reader.flag("multi_query", True) else spec.num_q_heads
 
 
-def _falcon_is_parallel(reader: ConfigReader, spec: ModelSpec) -> bool:
-    return reader.flag("new_decoder_architecture", False) or reader.flag("parallel_attn", True)
-
-
 def _falcon_shares_norm(reader: ConfigReader, spec: ModelSpec) -> bool:
     num_norms = 2 if reader.flag("new_decoder_architecture", False) else 1
     num_norms = reader.integer("num_ln_in_parallel_attn", high=2, default=num_norms)
@@ -337,10 +323,6 @@ def _mpt_attention(reader: ConfigReader) -> ConfigReader:
     if not found.flag("alibi", True):
         raise refuse_feature(found, "alibi", "MPT without ALiBi")
     return found
-
-
-def _mpt_clip(reader: ConfigReader, spec: ModelSpec) -> float | None:
-    return _mpt_attention(reader).optional_number("clip_qkv", high=1e6)
 
 
 def _mpt_scale(reader: ConfigReader, spec: ModelSpec, layer: int) -> float:
@@ -363,14 +345,6 @@ def _gpt2_scale(reader: ConfigReader, spec: ModelSpec, layer: int) -> float:
     scale = spec.head_dim**-0.5 if reader.flag("scale_attn_weights", True) else 1.0
     by_layer = reader.flag("scale_attn_by_inverse_layer_idx", False)
     return scale / (layer + 1 if by_layer else 1)
-
-
-def _query_scalar(reader: ConfigReader, spec: ModelSpec, layer: int) -> float:
-    return float(reader.number("query_pre_attn_scalar", high=1e6, default=256) ** -0.5)
-
-
-def _opt_has_final_norm(reader: ConfigReader, spec: ModelSpec) -> bool:
-    return spec.norm_placement == "pre" and not reader.flag("_remove_final_layer_norm", False)
 
 
 # --- RMSNorm, rotary embedding, gated MLP
@@ -448,7 +422,10 @@ GEMMA2 = GEMMA.derive(
         "norm_placement": "sandwich",
         "logit_softcap": optional_number("final_logit_softcapping", 30.0),
     },
-    names=names.GEMMA2, scale=_query_scalar,
+    names=names.GEMMA2,
+    scale=lambda reader, spec, layer: float(
+        reader.number("query_pre_attn_scalar", high=1e6, default=256) ** -0.5
+    ),
     softcap=optional_number("attn_logit_softcapping", 50.0), window=window(4096),
     slides=lambda reader, spec: lambda layer: layer % 2 == 0,
 )  # fmt: skip
@@ -504,7 +481,9 @@ EXAONE4 = LLAMA.derive(
         **_NO_BIAS, "norm_eps": _rms_eps(1e-5), "norm_placement": "branch", "qk_norm": "head",
     },
     names=names.BRANCH, window=window(4096), slides=_exaone_slides,
-    rotates=_rotates_local_unless_all_full,
+    rotates=lambda reader, spec, kinds: tuple(
+        window(4096)(reader, spec) is None or kind == "sliding_attention" for kind in kinds
+    ),
 )  # fmt: skip
 COHERE = LLAMA.derive(
     "cohere", "CohereForCausalLM", "CohereModel", models="Command R",
@@ -631,7 +610,10 @@ OPT = Row(
             "pre" if reader.flag("do_layer_norm_before", True) else "post"
         ),
         "norm_affine": flag("layer_norm_elementwise_affine", True),
-        "final_norm": _opt_has_final_norm, "qkv_bias": flag("enable_bias", True),
+        "final_norm": lambda reader, spec: (
+            spec.norm_placement == "pre" and not reader.flag("_remove_final_layer_norm", False)
+        ),
+        "qkv_bias": flag("enable_bias", True),
         "o_bias": flag("enable_bias", True), "mlp_bias": flag("enable_bias", True),
         "num_learned_positions": lambda reader, spec: spec.max_model_len + 2,
         "learned_position_offset": 2, "tied_embeddings": flag("tie_word_embeddings", True),
@@ -742,7 +724,10 @@ FALCON = Row(
         "intermediate_size": integer("ffn_hidden_size", default=same_as("intermediate_size")),
         "activation": activation("activation", default="gelu"), "norm": "layer",
         "norm_eps": number("layer_norm_epsilon", high=1.0, default=1e-5),
-        "parallel_residual": _falcon_is_parallel, "shared_norm": _falcon_shares_norm,
+        "parallel_residual": lambda reader, spec: (
+            reader.flag("new_decoder_architecture", False) or reader.flag("parallel_attn", True)
+        ),
+        "shared_norm": _falcon_shares_norm,
         "qkv_bias": flag("bias", False), "o_bias": flag("bias", False),
         "mlp_bias": flag("bias", False), "tied_embeddings": flag("tie_word_embeddings", True),
     },
@@ -753,7 +738,10 @@ MPT = Row(
     "mpt", ("MptForCausalLM", "MPTForCausalLM", "MptModel"), names.MPT, models="MPT",
     fields={
         "activation": "gelu", "norm": "layer", "norm_bias": False,
-        "norm_eps": number("layer_norm_epsilon", high=1.0, default=1e-5), "qkv_clip": _mpt_clip,
+        "norm_eps": number("layer_norm_epsilon", high=1.0, default=1e-5),
+        "qkv_clip": lambda reader, spec: (
+            _mpt_attention(reader).optional_number("clip_qkv", high=1e6)
+        ),
         "tied_embeddings": flag("tie_word_embeddings", True),
     },
     positions=_positions(2048, "max_seq_len"), scale=_mpt_scale, alibi=_mpt_slopes,
