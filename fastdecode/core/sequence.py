@@ -49,13 +49,11 @@ def _refuse(name: str, value: object, rule: str) -> RequestError:
 
 
 def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
-    within = f"above {low} and at most {high}" if open_low else f"from {low} to {high}"
-    rule = f"a number {within}"
     # The comparison also refuses NaN, infinities, and whole numbers too great for a float.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise _refuse(name, value, rule)
-    if open_low and value == low:
-        raise _refuse(name, value, rule)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high or (open_low and value == low):
+        within = f"above {low} and at most {high}" if open_low else f"from {low} to {high}"
+        raise _refuse(name, value, f"a number {within}")
     return float(value)
 
 
@@ -83,22 +81,18 @@ def _token_ids(name: str, token_ids: object) -> tuple[int, ...]:
     return tuple(_integer(name, token, 0, 1 << 31) for token in token_ids)
 
 
-def _bad_words(words: object) -> tuple[str, ...]:
+def _strings(name: str, given: object, most: int, rule: str) -> tuple[str, ...]:
     """None is an empty list."""
-    rule = (
-        f"a list of at most {MAX_BAD_WORDS} words of at most {MAX_STOP_CHARS} characters, "
-        "none of them empty"
-    )
-    if words is None:
+    if given is None:
         return ()
-    if isinstance(words, str) or not isinstance(words, abc.Sequence) or len(words) > MAX_BAD_WORDS:
-        raise _refuse("bad_words", words, rule)
-    for word in words:
-        if not isinstance(word, str) or not word.strip() or len(word) > MAX_STOP_CHARS:
-            raise _refuse("bad_words", word, rule)
-        if not is_unicode(word):
-            raise _refuse("bad_words", word, "text without a lone surrogate")
-    return tuple(words)
+    if isinstance(given, str) or not isinstance(given, abc.Sequence) or len(given) > most:
+        raise _refuse(name, given, rule)
+    for text in given:
+        if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
+            raise _refuse(name, text, rule)
+        if not is_unicode(text):
+            raise _refuse(name, text, "text without a lone surrogate")
+    return tuple(given)
 
 
 def _logits_processors(functions: object) -> tuple[LogitsProcessor, ...]:
@@ -262,23 +256,44 @@ class SamplingParams(metaclass=_TakesOtherNames):
         for name, high in (("top_p", 1), ("repetition_penalty", 100)):
             put(name, _number(name, getattr(self, name), 0, high, open_low=True))
         put("logit_bias", self._checked_logit_bias())
-        if self.seed is not None:
-            _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
-        put("stop", self._checked_stop())
+        for name, least, most in (
+            ("seed", -(1 << 63), (1 << 64) - 1),
+            ("max_tokens", 1, MAX_TOKENS),
+            ("logprobs", 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0, MAX_LOGPROBS),
+        ):
+            if (given := getattr(self, name)) is not None:
+                _integer(name, given, least, most)
+        rule = (
+            f"a string or a list of at most {MAX_STOP_STRINGS} non-empty strings of at most "
+            f"{MAX_STOP_CHARS} characters"
+        )
+        stop: object = self.stop
+        stop = (stop,) if isinstance(stop, str) else stop
+        put("stop", _strings("stop", stop, MAX_STOP_STRINGS, rule))
         put("reasoning_marks", _reasoning_marks(self.reasoning_marks))
         put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
                 raise _refuse("allowed_token_ids", [], "a list of at least one token id")
-        put("bad_words", _bad_words(self.bad_words))
+        rule = (
+            f"a list of at most {MAX_BAD_WORDS} words of at most {MAX_STOP_CHARS} characters, "
+            "none of them empty"
+        )
+        put("bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS, rule))
+        for word in self.bad_words:
+            if not word.strip():
+                raise _refuse("bad_words", word, rule)
         put("logits_processors", _logits_processors(self.logits_processors))
         if self.truncate_prompt_tokens not in (None, -1):
             _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_TOKENS)
         put("structured_outputs", StructuredOutputs.of(self.structured_outputs))
-        self._check_structured()
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        if self.structured_outputs is not None:
+            for name, nothing in (("ignore_eos", False), ("min_tokens", 0), ("detokenize", True)):
+                if getattr(self, name) != nothing:
+                    rule = f"{nothing} beside structured_outputs, which say where the text ends"
+                    raise _refuse(name, getattr(self, name), rule)
         _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
@@ -288,19 +303,7 @@ class SamplingParams(metaclass=_TakesOtherNames):
         if self.stop and not self.detokenize:
             rule = "true where stop strings are given, which need text: or use stop_token_ids"
             raise _refuse("detokenize", self.detokenize, rule)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _integer("n", self.n, 1, MAX_N)
-
-    def _check_structured(self) -> None:
-        if self.structured_outputs is None:
-            return
-        for name, nothing in (("ignore_eos", False), ("min_tokens", 0), ("detokenize", True)):
-            if getattr(self, name) != nothing:
-                rule = f"{nothing} beside structured_outputs, which say where the text ends"
-                raise _refuse(name, getattr(self, name), rule)
 
     def _checked_logit_bias(self) -> dict[int, float]:
         given: object = self.logit_bias
@@ -318,24 +321,6 @@ class SamplingParams(metaclass=_TakesOtherNames):
             token = _integer("logit_bias token id", number, 0, 1 << 31)
             checked[token] = _number(f"logit_bias[{token}]", bias, -100, 100)
         return checked
-
-    def _checked_stop(self) -> tuple[str, ...]:
-        rule = (
-            f"a string or a list of at most {MAX_STOP_STRINGS} non-empty strings of at most "
-            f"{MAX_STOP_CHARS} characters"
-        )
-        stop: object = self.stop
-        if stop is None:
-            return ()
-        strings = (stop,) if isinstance(stop, str) else stop
-        if not isinstance(strings, abc.Sequence) or len(strings) > MAX_STOP_STRINGS:
-            raise _refuse("stop", stop, rule)
-        for string in strings:
-            if not isinstance(string, str) or not 1 <= len(string) <= MAX_STOP_CHARS:
-                raise _refuse("stop", string, rule)
-            if not is_unicode(string):
-                raise _refuse("stop", string, "text without a lone surrogate")
-        return tuple(strings)
 
 
 def validate_for_vocab(params: SamplingParams, vocab_size: int) -> None:
