@@ -24,7 +24,7 @@ _INT8_ERROR = 1e-2
 rounded to either, a step of 1/127."""
 _LONG = 1000
 """Tokens of the longest context: enough for several splits, which are merged."""
-_CHUNK = 20
+CHUNK_TOKENS = 20
 """Tokens of a later prompt chunk."""
 
 
@@ -80,7 +80,7 @@ def _error(
 
     stored = there(np.concatenate(slots))
     ends, longest = np.cumsum(lens, dtype=np.int64), int(lens.argmax())
-    rows = there(np.concatenate((ends - 1, np.arange(ends[longest] - _CHUNK, ends[longest]))))
+    rows = there(np.concatenate((ends - 1, np.arange(ends[longest] - CHUNK_TOKENS, ends[longest]))))
     later = (Prompt(slice(len(lens), len(rows)), there(slots[longest])),)
     step = PagedStep(
         stored[rows], there(tables), there(lens), lens, later, slice(0, 0), first_starts=()
@@ -94,10 +94,10 @@ def _error(
                 part.fill_(torch.nan if part.dtype.is_floating_point else 0)
         if used is not None:
             nothing = torch.full_like(k[:1], torch.nan), there(np.array([NOWHERE]))
-            written = (torch.cat((x, nothing[0])) for x in (k, v))
-            cache.store(0, *written, torch.cat((stored, nothing[1])))
+            keys, values = (torch.cat((x, nothing[0])) for x in (k, v))
+            cache.store(0, keys, values, torch.cat((stored, nothing[1])))
         else:
             cache.store(0, k, v, stored)
         found.append(cache.attend(0, queries, k[rows], v[rows], step).float())
-    parts = zip(*(x.split((len(lens), _CHUNK)) for x in found), strict=True)
+    parts = zip(*(x.split((len(lens), CHUNK_TOKENS)) for x in found), strict=True)
     return float(np.max([((a - b).abs().max() / b.abs().max()).item() for a, b in parts]))

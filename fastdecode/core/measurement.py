@@ -45,7 +45,7 @@ class Measured(Struct, frozen=True, forbid_unknown_fields=True):
     """What a profile file has an object of."""
 
 
-class Timing(Measured):
+class Timing(Measured, frozen=True):
     """One quantity, measured several times."""
 
     seconds: Series[Amount]
@@ -72,14 +72,14 @@ class Timing(Measured):
         return (high - low) / 2 / self.median_s
 
 
-class Point(Measured):
+class Point(Measured, frozen=True):
     """A time over one size: tokens in the batch, prompt tokens, or bytes."""
 
     size: Count
     timing: Timing
 
 
-class DecodePoint(Measured):
+class DecodePoint(Measured, frozen=True):
     """One layer's append-then-attend of a decode step: ``num_sequences``
     queries, each over ``context_tokens`` keys."""
 
@@ -88,7 +88,7 @@ class DecodePoint(Measured):
     timing: Timing
 
 
-class Machine(Measured):
+class Machine(Measured, frozen=True):
     """Where it was measured."""
 
     cpu: Text
@@ -100,7 +100,7 @@ class Machine(Measured):
     """Package → version."""
 
 
-class ModelShape(Measured):
+class ModelShape(Measured, frozen=True):
     """What the S-part's times depend on."""
 
     num_layers: Count
@@ -148,7 +148,7 @@ ENOUGH: Final = 0.95
 """Of the best rate."""
 
 
-class SProfile(Measured, tag_field="kind", tag="s"):
+class SProfile(Measured, frozen=True, tag_field="kind", tag="s"):
     """The S-part of one model on one device."""
 
     machine: Machine
@@ -181,7 +181,7 @@ class SProfile(Measured, tag_field="kind", tag="s"):
         return min(size for size, rate in rates.items() if rate >= enough)
 
 
-class RProfile(Measured, tag_field="kind", tag="r"):
+class RProfile(Measured, frozen=True, tag_field="kind", tag="r"):
     """The R-part of one head shape on one host."""
 
     machine: Machine
@@ -203,7 +203,7 @@ class RProfile(Measured, tag_field="kind", tag="r"):
     ceiling for ``decode``."""
 
 
-class NetProfile(Measured, tag_field="kind", tag="net"):
+class NetProfile(Measured, frozen=True, tag_field="kind", tag="net"):
     """The way between an S-worker and one R-worker."""
 
     machine: Machine
@@ -245,9 +245,10 @@ def read_profile(path: Path) -> Profile:
         )
     body = {name: tree[name] for name in tree if name not in ("format", "version")}
     try:
-        return convert(body, Profile)  # type: ignore[arg-type]
+        profile: Profile = convert(body, Profile)
     except ValidationError as error:
         raise _broken(path, str(error)) from None
+    return profile
 
 
 def _broken(path: Path, why: str) -> ConfigError:

@@ -48,7 +48,7 @@ def _refuse(name: str, value: object, rule: str) -> RequestError:
     return RequestError(Given(name, value), f": must be {rule}", code="invalid_sampling_params")
 
 
-def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
     # The comparison also refuses NaN, infinities, and whole numbers too great for a float.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or (open_low and value == low):

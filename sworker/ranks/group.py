@@ -141,10 +141,10 @@ class Ranks:
         header = torch.empty(5, dtype=torch.int64)
         with self.peers.waiting():
             dist.broadcast(header, 0, group=self.control)
-        *head, num_ints, num_x = header.tolist()
+        operation, lane, number, num_ints, num_x = header.tolist()
         ints = self._share(torch.empty(num_ints, dtype=torch.int64))
         x = None if num_x < 0 else self._share(like.new_empty((num_x, like.shape[1])))
-        return Order(*head, ints, x)
+        return Order(operation, lane, number, ints, x)
 
     def _share(self, part: Tensor) -> Tensor:
         """Send rank 0's tensor, on the host, to the others, whose has its shape and dtype."""

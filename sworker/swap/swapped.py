@@ -285,7 +285,9 @@ class SwappedKV:
             self.hosts[leaving.lane].place(leaving.tokens, leaving)
 
     def _on(self, stream: Stream | None) -> AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._gpu is None else self._gpu.on(stream)
+        if self._gpu is None or stream is None:
+            return contextlib.nullcontext()
+        return self._gpu.on(stream)
 
 
 def _copy_runs(

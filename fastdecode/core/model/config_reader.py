@@ -169,8 +169,11 @@ class ConfigReader:
         _, value = self.find(name)
         if value is None:
             return ()
-        is_list = isinstance(value, Sequence) and not isinstance(value, str)
-        if not is_list or not all(map(is_item, value)):
+        if (
+            isinstance(value, str)
+            or not isinstance(value, Sequence)
+            or not all(map(is_item, value))
+        ):
             raise self.refuse(name, value, rule)
         return tuple(value)
 

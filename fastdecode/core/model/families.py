@@ -970,25 +970,6 @@ MELLUM = QWEN3_MOE.derive(
     rotary=RotaryRules(theta=500000.0),
 )  # fmt: skip
 
-LAGUNA = LLAMA.derive(
-    "laguna", "LagunaForCausalLM", "LagunaModel", models="Laguna",
-    fields={
-        "mlp_bias": False, "qk_norm": "head",
-        "attn_gate": lambda reader, spec: (
-            "head" if reader.fields.get("gating", True) in (True, "per-head") else "dim"
-        ),
-        "attn_gate_activation": "softplus",
-        "moe": moe_rows.experts(
-            moe_rows.laguna_router, defaults=(256, 8, 512), more=moe_rows.laguna_shared,
-        ),
-        "mlps": moe_rows.mlps(moe_rows.after_dense(1)),
-    },
-    names=names.LAGUNA, layer_q_heads=_laguna_heads, kv_heads=_kv_heads(8), head_dim=_head_dim(128),
-    positions=_positions(131072), window=window(512),
-    slides=lambda reader, spec: lambda layer: False,
-    rotary=RotaryRules(theta=500000.0, scales_local=False, local_theta=10000.0),
-    refused={"moe_apply_router_weight_on_input": "router weights on the experts' input"},
-)  # fmt: skip
 GPT_OSS = LLAMA.derive(
     "gpt_oss", "GptOssForCausalLM", "GptOssModel", models="gpt-oss",
     fields={
@@ -1042,6 +1023,25 @@ AFMOE = LLAMA.derive(
     names=names.AFMOE, head_dim=_head_dim(128), positions=_positions(16384), window=window(1024),
     slides=_all_but_every("global_attn_every_n_layers", 4),
     rotates=lambda reader, spec, kinds: tuple(kind == "sliding_attention" for kind in kinds),
+)  # fmt: skip
+LAGUNA = LLAMA.derive(
+    "laguna", "LagunaForCausalLM", "LagunaModel", models="Laguna",
+    fields={
+        "mlp_bias": False, "qk_norm": "head",
+        "attn_gate": lambda reader, spec: (
+            "head" if reader.fields.get("gating", True) in (True, "per-head") else "dim"
+        ),
+        "attn_gate_activation": "softplus",
+        "moe": moe_rows.experts(
+            moe_rows.laguna_router, defaults=(256, 8, 512), more=moe_rows.laguna_shared,
+        ),
+        "mlps": moe_rows.mlps(moe_rows.after_dense(1)),
+    },
+    names=names.LAGUNA, layer_q_heads=_laguna_heads, kv_heads=_kv_heads(8), head_dim=_head_dim(128),
+    positions=_positions(131072), window=window(512),
+    slides=lambda reader, spec: lambda layer: False,
+    rotary=RotaryRules(theta=500000.0, scales_local=False, local_theta=10000.0),
+    refused={"moe_apply_router_weight_on_input": "router weights on the experts' input"},
 )  # fmt: skip
 STEP = LLAMA.derive(
     "step3p5", "Step3p5ForCausalLM", "Step3p7FlashForCausalLM", "Step3p7ForConditionalGeneration",
