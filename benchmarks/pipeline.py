@@ -141,7 +141,7 @@ def s_worker(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     from fastdecode.core.config.engine import EngineConfig
     from fastdecode.engine.setup.launch import RunningEngine
-    from fastdecode.measure.steady import cancel_all
+    from fastdecode.measure.calibrate import cancel_all
 
     sums = Sums()
     config = EngineConfig.of(
@@ -198,7 +198,7 @@ class Bench:
 
     def balanced_context(self) -> int:
         """The context at which the R-part takes as long as the S-part."""
-        from fastdecode.measure.steady import cancel_all
+        from fastdecode.measure.calibrate import cancel_all
 
         self.start(PROBE_CONTEXT)
         for _ in range(4):

@@ -103,7 +103,8 @@ def over_http(options: argparse.Namespace) -> Iterator[Callable[[], Ran]]:
 
         def once() -> Ran:
             before, client_s = _cpu_s(server), time.process_time()
-            records = asyncio.run(run_closed(endpoint, "checkpoint", load, len(load)))
+            model = Path(options.model).name
+            records = asyncio.run(run_closed(endpoint, model, load, len(load)))
             told, used = report(records, None), {"client": time.process_time() - client_s}
             used |= {name: cpu_s - before[name] for name, cpu_s in _cpu_s(server).items()}
             num = told["output_tokens"]
@@ -120,8 +121,7 @@ def _shape(options: argparse.Namespace) -> LoadShape:
 
 
 def decode(options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second, and CPU for a token, in turns; the other engine sleeps
-    meanwhile."""
+    """Tokens a second, and CPU for a token, in turns."""
     rows: dict[str, list[Ran]] = {"in_process": [], "over_http": []}
     with in_process(options) as inside, over_http(options) as outside:
         ways = {"in_process": inside, "over_http": outside}
@@ -239,8 +239,7 @@ def weigh(pid: int, nice: int) -> None:
 
 
 def reader(options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds a token of 16 streams, in turns without and beside a reader
-    who takes a byte a second of an answer of long words."""
+    """Milliseconds a token of 16 streams, in turns without and beside a very slow reader."""
     rows: dict[str, list[float]] = {"alone": [], "beside": []}
     load = closed(LoadShape(64, 20, 60))
     with preferred(options, scripted_server("--step-s", "0.005")) as server:

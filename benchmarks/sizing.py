@@ -50,8 +50,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.measurement import Point, RProfile, SProfile, Timing
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.setup.launch import RunningEngine
-from fastdecode.measure.calibrate import SEffort, calibrate_s
-from fastdecode.measure.steady import time_steady_steps
+from fastdecode.measure.calibrate import SEffort, calibrate_s, time_steady_steps
 from rworker.measure import Effort, Host, measure_r_part
 
 MODEL = llama_config(

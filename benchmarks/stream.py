@@ -36,7 +36,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId, PartId
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.blocks import MAX_CHUNK_BYTES
-from fastdecode.wire.messages import PROTOCOL_VERSION, CloseSequence, Hello, OpenSequence, Shutdown
+from fastdecode.wire.messages import PROTOCOL_VERSION, Close, Hello, Open, Shutdown
 from rworker.cache_state import CacheState
 from rworker.stream.chunk_endpoints import MemoryCache, WorkerCache
 from rworker.stream.chunks import layout_of
@@ -84,15 +84,15 @@ class Memory:
 
     def fill(self) -> MemoryCache:
         for i in range(NUM_SEQUENCES):
-            self.books.reserve(OpenSequence(i, TOKENS))
+            self.books.reserve(Open(i, TOKENS))
             self.books.store.append(np.array([i], np.int64), np.array([TOKENS], np.int32))
         return self.sink
 
     def begin(self) -> MemoryCache:
         for i in range(NUM_SEQUENCES):
             if i in self.books.store:
-                self.books.close(CloseSequence(i))
-            self.books.reserve(OpenSequence(i, TOKENS))
+                self.books.close(Close(i))
+            self.books.reserve(Open(i, TOKENS))
         return self.sink
 
     def end(self) -> None: ...
@@ -111,8 +111,8 @@ class Worker:
     def begin(self) -> WorkerCache:
         for i in range(NUM_SEQUENCES):
             if self._is_open:
-                self._connection.send(CloseSequence(i))
-            self._connection.send(OpenSequence(i, TOKENS))
+                self._connection.send(Close(i))
+            self._connection.send(Open(i, TOKENS))
             self._connection.receive(TIMEOUT_S)
         self._is_open = True
         return WorkerCache(self._connection, self._kind)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cost_model.numbers import at_most
-from cost_model.printing import counted, labelled, round_to, seconds_text
+from cost_model.printing import counted, labelled, picked, round_to, seconds_text
 from fastdecode.core.config.options import REQUIRED, option
 
 MAX_MACHINES = 10_000
@@ -46,19 +46,16 @@ class StageMemory:
     token_kv_gb: float = _positive("of one layer, for the tokens of a microbatch", "GB", 0.0)
     memory_gb: float = _positive("of a machine", "GB")
 
-    def prompts_fit(self, machines: int) -> bool:
-        stage_gb = -(-self.layers // machines) * (self.weights_gb + self.prompt_kv_gb)
-        return machines <= self.layers and at_most(stage_gb, self.memory_gb)
-
-    def tokens_fit(self, machines: int) -> bool:
-        kv_gb = (self.prompt_kv_gb + self.token_kv_gb) * machines
+    def fit(self, machines: int, *, tokens: bool) -> bool:
+        """Return True if this many machines hold prompts, or tokens."""
+        kv_gb = (self.prompt_kv_gb + self.token_kv_gb) * machines if tokens else self.prompt_kv_gb
         stage_gb = -(-self.layers // machines) * (self.weights_gb + kv_gb)
         return machines <= self.layers and at_most(stage_gb, self.memory_gb)
 
     def fewest(self, *, tokens: bool) -> int | None:
         """Return the fewest machines that hold prompts, or tokens. None if no number does."""
-        fit = self.tokens_fit if tokens else self.prompts_fit
-        return next(filter(fit, range(1, self.layers + 1)), None)
+        counts = range(1, self.layers + 1)
+        return next((n for n in counts if self.fit(n, tokens=tokens)), None)
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,7 @@ class Disaggregation:
         tokens_s = self.tokens * self.machines * self.token_time
         for few in range(1, self.machines):
             rest, memory = self.machines - few, self.memory
-            if memory is None or (memory.prompts_fit(few) and memory.tokens_fit(rest)):
+            if not memory or (memory.fit(few, tokens=False) and memory.fit(rest, tokens=True)):
                 yield Split(few, rest, max(prompts_s / few, tokens_s / rest))
 
     @property
@@ -189,8 +186,10 @@ def as_json(asked: Disaggregation | None, swap: Swapping | None) -> dict[str, An
             "min_token_machines": memory and memory.fewest(tokens=True),
         }
     if swap is not None:
-        names = ("unswapped_s", "swapped_s", "crossover_tokens", "pays")
-        tree["swap"] = {"asked": swap, **{name: getattr(swap, name) for name in names}}
+        tree["swap"] = {
+            "asked": swap,
+            **picked(swap, "unswapped_s swapped_s crossover_tokens pays"),
+        }
     return tree
 
 

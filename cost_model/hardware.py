@@ -1,5 +1,4 @@
-"""GPUs, CPUs and NICs by name, from ``hardware.toml``: vendors' figures with
-their sources, and our efficiencies."""
+"""GPUs, CPUs and NICs by name: vendors' figures with their sources, and our efficiencies."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ def _within(least: float, most: float, key: str = "", unit: int = 1) -> Any:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The part of a stated peak that we expect to get, and why. Never 1:
-    nothing reaches its datasheet."""
+    """The part of a stated peak that we expect to get, and why. Nothing reaches its datasheet."""
 
     value: float
     source: str
@@ -75,9 +73,8 @@ class Gpu:
                 "--dtype float16 or bfloat16, or calibrate on the device and pass its profile"
             )
         if dtype is DType.BFLOAT16 and self.bf16_flops_per_s is None:
-            raise ConfigError(
-                f"dtype=bfloat16: {self.name} has no bfloat16 units; use --dtype float16"
-            )
+            words = f"{self.name} has no bfloat16 units; use --dtype float16"
+            raise ConfigError(f"dtype=bfloat16: {words}")
         return (dtype is DType.BFLOAT16 and self.bf16_flops_per_s) or self.fp16_flops_per_s
 
     @property
@@ -123,11 +120,8 @@ class Cpu:
     """By KV dtype: parts of the FMA peak, by query heads a KV head, and their ``source``."""
 
     def attention_peak(self, kv_dtype: str, group: int) -> Efficiency:
-        """Return the part of the FMA peak that attention reaches where arithmetic binds.
-
-        Args:
-            group: Query heads a KV head. The measured group below it counts.
-        """
+        """Return the part of the FMA peak that attention reaches where arithmetic binds. Of the
+        measured groups (query heads a KV head) the nearest one up to ``group`` counts."""
         is_16_bit = kv_dtype in (DType.FLOAT16.value, DType.BFLOAT16.value)
         row = dict(self.kernels.get("16-bit" if is_16_bit else kv_dtype, {}))
         if not row:
@@ -198,10 +192,8 @@ class Hardware:
 
     @classmethod
     def load(cls, more: Path | None = None) -> Hardware:
-        """Read the file that comes with the package, and ``more``, a user's file.
-
-        A part of a known name changes the fields that it has. ``like`` names the part that has all
-        others.
+        """Read the file that comes with the package, and ``more``, a user's file. A part of a known
+        name there changes the fields that it has; ``like`` names the part that has all others.
 
         Raises:
             ConfigError: If the user's file can't be read, or a field makes no sense.
@@ -241,17 +233,9 @@ class Hardware:
             raise ConfigError(f"{unknown[0]} is not known; there are {', '.join(sorted(known))}")
         return {"source": "given by --hardware", **base, **row}
 
-    @cached_property
-    def gpus(self) -> dict[str, Gpu]:
-        return self._parts("gpu")
-
-    @cached_property
-    def cpus(self) -> dict[str, Cpu]:
-        return self._parts("cpu")
-
-    @cached_property
-    def nics(self) -> dict[str, Nic]:
-        return self._parts("nic")
+    gpus = cached_property[dict[str, Gpu]](lambda self: self._parts("gpu"))
+    cpus = cached_property[dict[str, Cpu]](lambda self: self._parts("cpu"))
+    nics = cached_property[dict[str, Nic]](lambda self: self._parts("nic"))
 
     def gpu(self, name: str) -> Gpu:
         return self.gpus[self._find("gpu", name)]
@@ -274,12 +258,9 @@ class Hardware:
     def faster_nic(self, nic: Nic) -> Nic | None:
         """Return the next faster port of the same kind (Ethernet, InfiniBand). None at the top."""
         family = _nic_family(nic)
-        faster = [
-            other
-            for other in self.nics.values()
-            if other.line_bits_per_s > nic.line_bits_per_s and _nic_family(other) == family
-        ]
-        return min(faster, key=lambda other: other.line_bits_per_s, default=None)
+        known = sorted(self.nics.values(), key=lambda other: other.line_bits_per_s)
+        faster = (other for other in known if other.line_bits_per_s > nic.line_bits_per_s)
+        return next((other for other in faster if _nic_family(other) == family), None)
 
     def _parts(self, kind: str) -> dict[str, Any]:
         rows = self._tables[kind].items()
@@ -297,15 +278,11 @@ class Hardware:
             for own, row in self._tables[kind].items()
             for alias in (own, *row.get("aliases", ()))
         }
-        rows = self._tables[kind].items()
-        named = [(own, row["family"]) for own, row in rows if "family" in row]
-        family = [own for own, its_family in named if _plain(its_family) == _plain(name)]
+        families = {own: _plain(row.get("family", "")) for own, row in self._tables[kind].items()}
+        family = [own for own, named in families.items() if named and named == _plain(name)]
         if family:
-            raise ConfigError(
-                Given(kind, name),
-                f" names a family, whose parts differ: give one of {', '.join(family)}",
-                code=f"unknown_{kind}",
-            )
+            why = f" names a family, whose parts differ: give one of {', '.join(family)}"
+            raise ConfigError(Given(kind, name), why, code=f"unknown_{kind}")
         described = f", or a description such as {CPU_SYNTAX!r}" if kind == "cpu" else ""
         return find_name(name, names, option=kind, also=described)
 
@@ -318,8 +295,8 @@ _MOST_LISTED = 40
 
 
 def find_name(name: str, known: Mapping[str, str], *, option: str, also: str = "") -> str:
-    """Look a name up, whatever its capitals, spaces and dashes. ``known`` has all accepted
-    spellings. The error says what ``also`` may be given."""
+    """Look a name up, whatever its capitals, spaces and dashes. ``known`` has all spellings, and
+    ``also`` what else may be given."""
     plain = {_plain(spelling): own for spelling, own in known.items()}
     key = _plain(name)
     if key in plain:
@@ -398,11 +375,8 @@ def is_described(text: str) -> bool:
 
 
 def described_cpu(text: str, hardware: Hardware) -> Cpu:
-    """Read a description: channels by speed, cores, clock and instruction set, in any order.
-
-    Raises:
-        ConfigError: If a part is missing, given twice, or not understood.
-    """
+    """Read a description: channels by speed, cores, clock and instruction set, in any order. Raises
+    ConfigError: If a part is missing, given twice, or not understood."""
 
     def refuse(why: str) -> ConfigError:
         return ConfigError(Given("cpu", text), f" {why}")
@@ -421,10 +395,8 @@ def described_cpu(text: str, hardware: Hardware) -> Cpu:
         found |= match.groupdict()
     missing = [kind for kind in list(_WORDS)[:4] if kind not in seen]
     if missing:
-        raise refuse(
-            f"lacks its {' and '.join(missing)}. Write it as {CPU_SYNTAX!r}, and add 512 GB if the "
-            "memory is known"
-        )
+        remedy = f"Write it as {CPU_SYNTAX!r}, and add 512 GB if the memory is known"
+        raise refuse(f"lacks its {' and '.join(missing)}. {remedy}")
     isa = re.sub(r"[-_]", "", found["isa"]).replace("sve2", "neon").replace("sve", "neon")
     channels, memory = int(found["memory_channels"]), found.get("memory_gib")
     assumed = f"assumed: {GIB_PER_CHANNEL} GiB a channel"

@@ -22,11 +22,8 @@ def labelled(rows: Iterable[tuple[str, str]], *, label_width: int = 12) -> list[
 
 
 def paragraph(text: str, first: str = "", rest: str | None = None) -> list[str]:
-    """Return one paragraph, wrapped.
-
-    Args:
-        first, rest: Before the first line, and before the others. None repeats ``first``.
-    """
+    """Return one paragraph, wrapped, with ``first`` before the first line and ``rest`` before the
+    others. None repeats ``first``."""
     rest = first if rest is None else rest
     return textwrap.wrap(
         text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
@@ -36,15 +33,11 @@ def paragraph(text: str, first: str = "", rest: str | None = None) -> list[str]:
 def table(
     header: Sequence[str],
     rows: Iterable[Sequence[str]],
-    *,
     left: Sequence[int] = (0,),
     indent: int = 2,
 ) -> list[str]:
-    """Return columns as wide as their widest cell. A short row ends early.
-
-    Args:
-        left: Columns that start at the left. All others end at the right.
-    """
+    """Return columns as wide as their widest cell. Those of ``left`` start at the left, all others
+    end at the right. A short row ends early."""
     every = [list(header), *map(list, rows)]
     every = [[*row, *[""] * (len(header) - len(row))] for row in every]
     widths = [max(map(len, column)) for column in zip(*every, strict=True)]

@@ -94,10 +94,8 @@ def read_model(model: str) -> ModelSpec:
     """Return the spec of a model directory, a ``config.json``, a known name, or a name in the
     local Hugging Face cache, whichever ``model`` is first.
 
-    Raises:
-        ConfigError: If it isn't one of these, or the file can't be read.
-        ModelError: If the config isn't one of a model that we implement.
-    """
+    Raises ConfigError: If it isn't one of these, or the file can't be read. ModelError: If the
+    config isn't one of a model that we implement."""
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"

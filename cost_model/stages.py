@@ -1,5 +1,5 @@
-"""How long the S-part, the R-part and the network take: from datasheets, or from what workers
-measured. What follows can't tell the two apart, except by their ``provenance``."""
+"""Times of the S-part, the R-part and the network: from datasheets, or from measured profiles. Only
+``provenance`` tells the two apart."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _Own = TypeVar("_Own", bound="HardwarePart")
 
 @dataclass(frozen=True)
 class HardwarePart:
-    """What is known of one part of the hardware, and how well."""
+    """One part of the hardware, with the source and the error of its times."""
 
     name: str
     provenance: Provenance
@@ -166,11 +166,7 @@ class SPartModel(HardwarePart):
 
     @classmethod
     def from_profile(cls, profile: SProfile, costs: TokenCosts) -> SPartModel:
-        """Return curves through what was measured.
-
-        Raises:
-            ConfigError: If the profile is of another model shape or dtype.
-        """
+        """Raises ConfigError: If the profile is of another model shape or dtype."""
         from cost_model.fit import fit_curve  # here: NumPy is slow to load
 
         asked = ModelShape.of(costs.spec)
@@ -263,11 +259,8 @@ class RPartModel(HardwarePart):
 
     @classmethod
     def from_profile(cls, profile: RProfile, costs: TokenCosts) -> RPartModel:
-        """Fit a line. An R-worker of the measured host counts as one socket.
-
-        Raises:
-            ConfigError: If the profile is of another head shape or KV dtype.
-        """
+        """Fit a line. An R-worker of the measured host counts as one socket. Raises ConfigError: If
+        the profile is of another head shape or KV dtype."""
         from cost_model.fit import fit_decode
 
         spec = costs.spec
@@ -366,8 +359,8 @@ _LINK_SECURITY: Final = (
 
 @dataclass(frozen=True)
 class Transport:
-    """How messages travel, and what that costs beside the network: ZeroMQ's I/O threads copy
-    every byte, and with a key encrypt it."""
+    """The transport of messages, and its costs beside the network: ZeroMQ's I/O threads copy every
+    byte, and with a key encrypt it."""
 
     name: str
     thread_bytes_per_s: float

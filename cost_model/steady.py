@@ -1,5 +1,4 @@
-"""A steady batch, predicted: what ``fastdecode bench`` compares with the
-engine, quantity by quantity."""
+"""Prediction of a steady batch, which ``fastdecode bench`` compares with the engine."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class SteadyBatch:
 
 def predict_steady(system: System, steady: SteadyBatch) -> dict[str, float]:
     """Return seconds of a step, tokens/s, and a step's seconds of S-part and busiest R-worker."""
-    # Outputs that are spread evenly over 1 .. 2C-1 tokens have the mean context
-    # C; without prompts nothing starts.
+    # Outputs spread evenly over 1 .. 2C-1 tokens have the mean context C. No prompt starts.
     workload = Workload(0, max(1, 2 * steady.context_tokens - 1))
     at_context = replace(system, workload=workload)
     lane_batch = -(-steady.batch // steady.lanes)
@@ -61,7 +59,7 @@ class _Question(msgspec.Struct):
 
 
 class PlanFile(msgspec.Struct):
-    """What counts of a file of ``fastdecode size --json`` or ``--emit``."""
+    """The part that is read of a file of ``fastdecode size --json`` or ``--emit``."""
 
     format: Literal["fastdecode.plan"]
     version: Literal[1]

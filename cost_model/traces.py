@@ -50,20 +50,15 @@ class LoggedLine(msgspec.Struct):
 
 
 def located(path: Path, name: str) -> Iterator[Located]:
-    """Yield lines of a file that aren't blank, which errors call ``name``.
-
-    Raises:
-        ConfigError: If it can't be read, has too many lines, or one is too long.
-    """
+    """Yield lines of a file that aren't blank, which errors call ``name``. Raises ConfigError: If
+    it can't be read, has too many lines, or one is too long."""
     try:
         with path.open("rb") as lines:
             for place, line in enumerate(lines, 1):
                 where = f"{name}, line {place}"
                 if len(line) > MAX_LINE_BYTES or place > MAX_REQUESTS:
-                    raise ConfigError(
-                        f"{where}: a trace has at most {MAX_REQUESTS} lines of {MAX_LINE_BYTES} "
-                        "bytes"
-                    )
+                    most = f"at most {MAX_REQUESTS} lines of {MAX_LINE_BYTES} bytes"
+                    raise ConfigError(f"{where}: a trace has {most}")
                 if line.strip():
                     yield where, line
     except OSError as error:
@@ -81,11 +76,7 @@ def decoded(lines: Iterable[Located], kind: type[T]) -> Iterator[T]:
 
 
 def read_trace(path: Path) -> RequestTrace:
-    """Read a file of own lines.
-
-    Raises:
-        ConfigError: If it can't be read, or a line is broken.
-    """
+    """Read own lines. Raises ConfigError: If the file can't be read, or a line is broken."""
     return _own_trace(located(path, str(path)), str(path))
 
 
@@ -95,9 +86,8 @@ def _own_trace(own: Iterable[Located], name: str) -> RequestTrace:
         raise ConfigError(f"{name} holds no requests")
     in_steps = any(line.arrival_step is not None for line in lines)
     if in_steps and any(line.arrival_s is not None for line in lines):
-        raise ConfigError(
-            f"{name} says arrival_s in some lines and arrival_step in others: choose one"
-        )
+        both = "arrival_s in some lines and arrival_step in others"
+        raise ConfigError(f"{name} says {both}: choose one")
     requests = []
     for line in lines:
         most, output = line.max_tokens or line.num_output_tokens, line.num_output_tokens
@@ -118,11 +108,8 @@ class ReadTrace:
 
 
 def read_any_trace(path: Path) -> ReadTrace:
-    """Read a file of own lines, or a server's log.
-
-    Raises:
-        ConfigError: If it can't be read, is neither, or a line is broken.
-    """
+    """Read own lines, or a server's log. Raises ConfigError: If the file can't be read, is neither,
+    or a line is broken."""
     name = f"--trace {path}"
     lines = located(path, name)
     first = next(lines, None)

@@ -1,5 +1,5 @@
-"""Conversations over tiers of a KV cache, each turn done as it arrives: what a
-policy keeps, moves down, drops, and has computed again.
+"""Conversations over tiers of a KV cache, each turn done as it arrives: what a policy keeps, moves
+down, drops, and has computed again.
 
 A turn has all tokens of its conversation in the upper tier: those that were moved down are
 restored, those that were dropped recomputed. Then, while fewer slots are free than the threshold,
@@ -82,11 +82,8 @@ class Tier:
         self._set(conversation, blocks)
 
     def leave(self, now_s: float) -> tuple[int, list[int]] | None:
-        """Evict blocks of the conversation with the lowest score, the first of equal ones.
-
-        Returns:
-            The conversation and its evicted blocks. None if the tier is empty.
-        """
+        """Evict blocks of the conversation with the lowest score, the first of equal ones. Return
+        the conversation and these blocks. None if the tier is empty."""
         held = np.flatnonzero(self._rows[1])
         if not len(held):
             return None
@@ -108,11 +105,8 @@ class Tier:
 
 
 class TierSimulator:
-    """Two tiers with sizes in tokens, and the policy that chooses what leaves.
-
-    Args:
-        threshold: Share of the upper tier's slots below which free ones are too few.
-    """
+    """Two tiers with sizes in tokens, and the policy that chooses what leaves once less than a
+    ``threshold`` share of the upper tier's slots is free."""
 
     def __init__(
         self, policy: TierPolicy, slots: int, lower_slots: int, block_size: int, threshold: float,
@@ -142,12 +136,9 @@ class TierSimulator:
         found.num_tokens += turn.num_prompt_tokens + turn.num_output_tokens
         num_blocks = -(-found.num_tokens // self._size)
         if num_blocks > self._slots:
-            raise ConfigError(
-                f"conversation {found.name!r} has {found.num_tokens} tokens, more than the "
-                f"{self._slots * self._size} of the upper tier: give it more (",
-                Given("kv_tokens"),
-                ")",
-            )
+            words = f"more than the {self._slots * self._size} of the upper tier: give it more ("
+            has = f"conversation {found.name!r} has {found.num_tokens} tokens, "
+            raise ConfigError(has, words, Given("kv_tokens"), ")")
         found.last_s = now_s
         self._upper.hold(found.number, list(range(num_blocks)), now_s)
         self._lower.hold(found.number, [], now_s)

@@ -1,4 +1,4 @@
-"""What is asked of a model, and what that costs a token and layer: bytes, FLOPs, cached tokens."""
+"""Workload of a model, and its costs per token and layer: bytes, FLOPs, cached tokens."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ FP8 = "fp8"
 
 @dataclass(frozen=True)
 class Workload:
-    """Sequences of one length. Every sequence has a prompt and then decodes
-    ``output_tokens`` steps.
+    """Sequences of one length. Every sequence has a prompt and decodes ``output_tokens`` steps.
 
-    Sequences start evenly spread, a micro-batch every ``start_interval_steps``
-    (F in the paper, section 4.2). So at any step their outputs are F, 2F, …
-    long, and the load over B sequences is B·(prompt + (output + F)/2): about
-    half of what it grows to when all start at once (F = output).
+    Sequences start evenly spread, a micro-batch every ``start_interval_steps`` (F in the paper,
+    section 4.2). At any step their outputs are F, 2F, … long, and the load over B sequences is
+    B·(prompt + (output + F)/2): about half of what it grows to when all start at once (F = output).
     """
 
     prompt_tokens: int = option(REQUIRED, "prompt tokens a sequence", low=0, high=MAX_TOKENS)
@@ -40,14 +38,11 @@ class Workload:
     def __post_init__(self) -> None:
         check_options(self)
         if not 0.0 <= self.prefix_hit < 1.0:
-            raise ConfigError(
-                Given("prefix_hit", self.prefix_hit), " is not a part from 0 to below 1"
-            )
+            given = Given("prefix_hit", self.prefix_hit)
+            raise ConfigError(given, " is not a part from 0 to below 1")
         if self.start_interval_steps > self.output_tokens:
-            raise ConfigError(
-                Given("start_interval_steps", self.start_interval_steps),
-                f" is more than the {self.output_tokens} output tokens",
-            )
+            given = Given("start_interval_steps", self.start_interval_steps)
+            raise ConfigError(given, f" is more than the {self.output_tokens} output tokens")
 
     @property
     def peak_context_tokens(self) -> int:
@@ -68,9 +63,8 @@ class Workload:
         mean = self.mean_context_tokens
         if sliding_window is None or self.peak_context_tokens <= sliding_window:
             return mean
-        # Outputs are spread evenly over F .. output, so contexts over low ..
-        # high, and min(context, window) has the mean of a ramp that is cut off
-        # at the window.
+        # Outputs are spread evenly over F .. output, so contexts over low .. high, and
+        # min(context, window) has the mean of a ramp that is cut off at the window.
         low, high = self.prompt_tokens + self.start_interval_steps, self.peak_context_tokens
         if low >= sliding_window or low == high:
             return float(min(sliding_window, mean))

@@ -21,7 +21,7 @@ from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.host.machine import free_memory_bytes
 from fastdecode.core.spec import AttentionSpec
-from fastdecode.wire.blocks import Stocked
+from fastdecode.wire.blocks import Inventory
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.messages import Activations, AttendResult
 from rworker.instructions import (
@@ -193,7 +193,7 @@ class AttentionExecutor:
         self.tiers.close(holder)  # or threads of it would write into what is freed
         self._caches.pop(holder, None)
 
-    def open_tier(self, wanted: OpenTier) -> Iterable[Stocked]:
+    def open_tier(self, wanted: OpenTier) -> Iterable[Inventory]:
         """Open a holder's lower tier, if there is to be one; what it has."""
         return self.tiers.open(wanted, ArrayMemory(self._caches[wanted.holder].pool))
 

@@ -1,10 +1,8 @@
-"""The state of one cache: open sequences, steps under way, and whether a peer's
-message fits them.
+"""The state of one cache: open sequences, and steps under way.
 
-Every message about a cache is checked here, before it reaches the KV store or a
-kernel. One that breaks the protocol raises ``ProtocolError`` and changes
-nothing. An R-worker keeps such books for each of its caches, and the S-worker
-for the one on its own device.
+Every message about a cache is checked here, before it reaches the KV store or a kernel. One that
+breaks the protocol raises ``ProtocolError`` and changes nothing. An R-worker keeps such books for
+each of its caches, and the S-worker for the one on its own device.
 """
 
 from __future__ import annotations
@@ -18,22 +16,20 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.spec import AttentionSpec
-from fastdecode.wire.blocks import ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.blocks import NO_PARENT, Forget, Name
 from fastdecode.wire.messages import (
     MAX_BLOCKS,
     Accepted,
     Attend,
     BeginStep,
-    CloseSequence,
-    ExtendSequence,
-    ForkSequence,
+    Close,
+    Extend,
     Hello,
-    OpenSequence,
+    Open,
     Refused,
 )
 from fastdecode.wire.traits import Role
-from rworker.blocks.appending import Appended
-from rworker.blocks.gaps import past_of
+from rworker.blocks.appending import Appended, past_of
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES, KVStore
 from rworker.blocks.moving import Moving
 from rworker.checks import (
@@ -47,54 +43,43 @@ from rworker.transfers.exports import Exports
 
 @dataclass
 class OpenStep:
-    """A step of which some layers are still to come."""
+    """A step that lacks layers."""
 
     step: int
     sequence_ids: list[int]
-    num_new: int
-    """Tokens that it appends, T_kv."""
-    num_queries: int
-    """And attends, T_q."""
+    num_new: int  # T_kv
+    num_queries: int  # T_q
     next_layer: int = 0
 
 
 class OpenSteps:
-    """One a lane at most.
-
-    Args:
-        num_layers: that each step has.
-    """
+    """Steps of one cache that lack layers, at most one per lane."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
         self.of_lane: dict[int, OpenStep] = {}
-        """The open steps."""
         self.settled: dict[int, int] = {}
-        """Sequence in an open step → tokens cached before that step."""
+        """Tokens cached before the open step of a sequence."""
 
     def check_idle(self, lane: int, step: int) -> None:
-        """Raises ProtocolError if the lane, which begins this step, has one."""
+        """Raise ProtocolError if the lane that begins this step has one."""
         if lane in self.of_lane:
             raise ProtocolError(
                 f"lane {lane} begins step {step}, but its step {self.of_lane[lane].step} is open"
             )
 
     def check_at_rest(self, sequence: int) -> None:
-        """Raises ProtocolError if the sequence is in an open step."""
+        """Raise ProtocolError if the sequence is in an open step."""
         if sequence in self.settled:
             raise ProtocolError(f"sequence {sequence} is in an open step")
 
     def begin(self, lane: int, step: OpenStep, num_past: Seq[int]) -> None:
-        """A lane's step begins; so many tokens of its sequences come before it."""
+        """Open a lane's step. ``num_past``: tokens cached before it, of each of its sequences."""
         self.of_lane[lane] = step
         self.settled.update(zip(step.sequence_ids, num_past, strict=True))
 
     def due(self, lane: int, step_number: int, layer: int) -> OpenStep:
-        """The step whose next layer this is.
-
-        Raises:
-            ProtocolError: it isn't.
-        """
+        """Return the lane's open step. Raise ProtocolError if another layer is due, or none."""
         step = self.of_lane.get(lane)
         if step is None:
             raise ProtocolError(f"lane {lane} has no open step")
@@ -106,8 +91,7 @@ class OpenSteps:
         return step
 
     def finish_layer(self, lane: int, step: OpenStep) -> bool:
-        """The layer of a lane's step that was due has been attended. Returns whether it was
-        the last, which ends the step."""
+        """Advance to the next layer. Return True if there is none, and the step is closed."""
         step.next_layer += 1
         if step.next_layer < self._num_layers:
             return False
@@ -120,18 +104,16 @@ class OpenSteps:
         return True
 
     def finish(self, lane: int, step_number: int) -> None:
-        """The same of all layers at once: none has been attended yet."""
+        """Close a step whose layers ran in one call."""
         step = self.due(lane, step_number, 0)
         step.next_layer = self._num_layers - 1
         self.finish_layer(lane, step)
 
     def give_up(self) -> None:
-        """No step is under way any more."""
         self.settled.clear()
         self.of_lane.clear()
 
     def check_invariants(self) -> None:
-        """For tests and debugging."""
         busy = [i for step in self.of_lane.values() for i in dict.fromkeys(step.sequence_ids)]
         assert sorted(busy) == sorted(self.settled), "open steps and busy sequences differ"
 
@@ -140,8 +122,8 @@ class CacheState:
     """One cache's KV store, and the steps under way in it.
 
     Args:
-        hello: what was agreed; checked.
-        num_blocks: KV blocks that the cache has.
+        hello: what was agreed. It is checked.
+        num_blocks: KV blocks of the cache.
         max_sequences: most sequences open at once.
     """
 
@@ -151,40 +133,40 @@ class CacheState:
         self.hello = hello
         self.store = KVStore(num_blocks, hello.kv.block_size, max_sequences=max_sequences)
         self.arrivals = ArrivingSequences(hello.kv)
-        """Sequences of which tokens are still to come as chunks."""
+        """Sequences of which tokens will arrive as chunks."""
         self.offers = Exports()
         """Sequences that others may read."""
         self.moving = Moving(self.store)
-        """Kept blocks on their way to the lower tier, or from there."""
+        """Cached blocks that are moved."""
         self._carrier = hello.activation_dtype.carrier
         self.steps = OpenSteps(hello.kv.num_layers)
 
-    def reserve(
-        self, message: OpenSequence | ForkSequence | ExtendSequence | ResumeSequence
-    ) -> Accepted | Refused:
+    def reserve(self, message: Open | Extend) -> Accepted | Refused:
         """Open a sequence, or enlarge its room."""
         store = self.store
         sequence, num_reserved = message.sequence_id, message.num_reserved_tokens
+        if isinstance(message, Open):
+            _check_origin(message)
         try:
-            if isinstance(message, OpenSequence):
-                store.open(sequence, num_reserved)
-            elif isinstance(message, ExtendSequence):
+            if isinstance(message, Extend):
                 store.extend(sequence, num_reserved)
-            elif isinstance(message, ResumeSequence):
+            elif message.keys is not None:
                 blocks = store.cached.of_keys(checked_keys(message.keys))
                 gap = range(message.gap_start, message.gap_stop)
                 store.resume(sequence, blocks, message.num_tokens, num_reserved, gap)
-            else:
+            elif message.parent_id != NO_PARENT:
                 self._check_settled(message)
-                store.fork(message.parent_id, sequence, message.num_shared_tokens, num_reserved)
+                store.fork(message.parent_id, sequence, message.num_tokens, num_reserved)
                 if message.parent_id in self.arrivals:
-                    self.arrivals.fork(message.parent_id, sequence, message.num_shared_tokens)
+                    self.arrivals.fork(message.parent_id, sequence, message.num_tokens)
+            else:
+                store.open(sequence, num_reserved)
         except CapacityError as error:
             return Refused(sequence, error.code, error.message)
         return Accepted(sequence)
 
-    def close(self, message: CloseSequence) -> None:
-        """Free a sequence's blocks, or all but its last one, which is kept."""
+    def close(self, message: Close) -> None:
+        """Free a sequence's blocks, or all but its last one, which is cached."""
         sequence = message.sequence_id
         if sequence in self.steps.settled:
             raise ProtocolError(
@@ -200,14 +182,14 @@ class CacheState:
         self.offers.forget(sequence)
 
     def num_settled(self, sequence: int) -> int:
-        """Tokens of a sequence that are there in every layer."""
+        """Count the tokens of a sequence that every layer has."""
         if sequence in self.arrivals:
             return self.arrivals.num_settled(sequence)
         present = int(self.store.num_tokens(np.array([sequence], np.int64))[0])
         return self.steps.settled.get(sequence, present)
 
     def settled(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The same of many, [N]."""
+        """Count the tokens of each sequence that every layer has, [N]."""
         lengths = self.store.num_tokens(sequences)
         if self.steps.settled or len(self.arrivals):
             for index, sequence in enumerate(sequences.tolist()):
@@ -216,14 +198,13 @@ class CacheState:
         return lengths
 
     def roll_back(self) -> None:
-        """End the steps that are under way, and forget what they appended."""
+        """End the open steps, and forget what they appended."""
         for sequence, num_tokens in self.steps.settled.items():
             self.store.truncate(sequence, num_tokens)
         self.steps.give_up()
 
-    def keep(self, message: KeepBlocks) -> None:
-        """Keep blocks of an open sequence, whose K and V are there in every
-        layer, when it is closed."""
+    def keep(self, message: Name) -> None:
+        """Cache blocks of an open sequence that every layer has."""
         sequence, first = message.sequence_id, message.first_block
         keys = checked_keys(message.keys)
         row = self.store.tables.row(sequence)
@@ -238,13 +219,11 @@ class CacheState:
         blocks = self.store.tables.of_row(row)[first : first + len(keys)].copy()
         self.store.cached.keep(keys, blocks)
 
-    def forget(self, message: ForgetBlocks) -> None:
-        """Keep blocks no more."""
+    def forget(self, message: Forget) -> None:
         self.store.cached.forget(checked_keys(message.keys))
 
     def begin_step(self, begin: BeginStep) -> Appended:
-        """Open a lane's step and make room for its tokens. Copies that it asks
-        for come before anything is written."""
+        """Open a lane's step and make room for its tokens. Its copies precede all writes."""
         self.steps.check_idle(begin.lane, begin.step)
         sequence_ids = self._check_members(begin)
         settled = self.store.num_tokens(begin.sequence_ids)
@@ -263,9 +242,8 @@ class CacheState:
         return appended
 
     def attend(self, attend: Attend) -> bool:
-        """A layer is attended: it is the one that is due, with arrays of the
-        sizes that ``BeginStep`` announced. Returns whether it was the last,
-        which ends the step."""
+        """Take the layer that is due, with arrays of the announced sizes. Return True if it was the
+        last one, and the step is closed."""
         step = self.steps.due(attend.lane, attend.step, attend.layer)
         spec: AttentionSpec = self.hello.attention[step.next_layer]
         kv_shape = (step.num_new, spec.num_kv_heads, spec.head_dim)
@@ -277,7 +255,6 @@ class CacheState:
         return self.steps.finish_layer(attend.lane, step)
 
     def check_invariants(self) -> None:
-        """For tests and debugging."""
         self.steps.check_invariants()
         settled = self.steps.settled
         assert not settled.keys() & set(self.arrivals), "a step has a sequence that is arriving"
@@ -286,31 +263,30 @@ class CacheState:
         lengths = self.store.num_tokens(np.array(list(settled), np.int64))
         assert (lengths >= list(settled.values())).all() or not settled, "a step took tokens away"
 
-    def _check_settled(self, message: ForkSequence) -> None:
-        """The shared tokens' K and V are there in every layer."""
+    def _check_settled(self, message: Open) -> None:
+        """Raise ProtocolError unless every layer has the shared tokens."""
         may_arrive = self.hello.role is Role.NEIGHBOUR
         if message.parent_id not in self.steps.settled and (
             may_arrive or message.parent_id not in self.arrivals
         ):
             return
         settled = self.num_settled(message.parent_id)
-        if message.num_shared_tokens > settled:
+        if message.num_tokens > settled:
             raise ProtocolError(
-                f"sequence {message.sequence_id} would share {message.num_shared_tokens} tokens of "
+                f"sequence {message.sequence_id} would share {message.num_tokens} tokens of "
                 f"sequence {message.parent_id}, which has {settled} in every layer until its step "
                 "ends"
             )
 
     def _past_beside_gaps(self, begin: BeginStep) -> NDArray[np.int64]:
-        """Tokens that come before each row's, [N]. What appends nothing sees
-        nothing behind a gap."""
+        """Count the tokens that precede each row's, [N]. A row that appends none sees none behind a
+        gap."""
         tables = self.store.tables
         num_past = np.where(begin.num_new > 0, begin.num_past, -1)
         return past_of(tables, tables.rows(begin.sequence_ids), num_past)
 
     def _check_members(self, begin: BeginStep) -> list[int]:
-        """The step's sequences, each there once, or twice if it has a gap, and
-        free to step."""
+        """Return the step's sequences, each of them once, or twice if it has a gap."""
         if not len(begin.sequence_ids):
             raise ProtocolError("sequence_ids has no entry")
         sequence_ids: list[int] = begin.sequence_ids.tolist()
@@ -326,22 +302,32 @@ class CacheState:
         return sequence_ids
 
     def _check_twice(self, sequence_ids: list[int]) -> None:
-        """Those that stand there twice have a gap; ``append`` sees to the rest."""
+        """Raise ProtocolError unless all that are there twice have a gap."""
         tables, counts = self.store.tables, Counter(sequence_ids)
         for sequence, count in counts.items():
             if count > 1 and (count > 2 or tables.row(sequence) not in tables.gaps):
                 raise ProtocolError(f"sequence {sequence} is in the step twice")
 
 
+def _check_origin(message: Open) -> None:
+    """Raise ProtocolError unless what a sequence starts with comes from one place."""
+    num_origins = (message.keys is not None) + (message.parent_id != NO_PARENT)
+    if num_origins != (message.num_tokens > 0):
+        raise ProtocolError(
+            f"sequence {message.sequence_id} would start with {message.num_tokens} tokens from "
+            f"{num_origins} places: a parent, or cached blocks have them"
+        )
+
+
 def blocks_within(num_bytes: int, block_bytes: int, hello: Hello) -> int:
-    """How many KV blocks to offer.
+    """Return how many KV blocks to offer.
 
     Args:
         num_bytes: memory for them.
-        block_bytes: of one block id in all layers.
+        block_bytes: bytes of one block id in all layers.
 
     Raises:
-        CapacityError: it doesn't hold a single one.
+        CapacityError: If the memory does not hold one block.
     """
     kv = hello.kv
     num_blocks = min(num_bytes // block_bytes, hello.max_blocks or MAX_BLOCKS, MAX_BLOCKS)

@@ -1,5 +1,4 @@
-"""The caches of one R-worker, by holder: whose each is, and how the R-worker's
-memory is shared out among them."""
+"""The caches of one R-worker by holder: the owner of each, and its share of the memory."""
 
 from __future__ import annotations
 
@@ -17,38 +16,36 @@ from fastdecode.wire.traits import THE_ONLY, Role
 from rworker.cache_state import CacheState, blocks_within
 from rworker.instructions import StepPlan
 
-NOBODY: Final = -1  # as owner of a cache: the peer that used it is gone, and it may be taken over
+NOBODY: Final = -1  # as owner of a cache: its peer is gone, and another may take it over
 
 
 @dataclass(eq=False)
 class HolderCache:
-    """One holder's cache."""
-
     holder: HolderId
     owner: int
-    """The peer that opened it or took it over, the only one that may use it."""
+    """The peer that opened it or took it over. Only this peer may use it."""
     books: CacheState
     num_bytes: int
     plans: dict[int, StepPlan] = field(default_factory=dict)
-    """Of the open steps, by lane."""
+    """Plans of the open steps, by lane."""
     is_replicated: bool = False
     """A neighbour gets every change."""
     kept_for_s: float = math.inf
-    """While it is kept: from now on."""
+    """Time for which it is kept."""
     pulled: set[int] = field(default_factory=set)
     """Sequences whose tokens come, or have come, from other R-workers."""
 
     def is_of(self, session: int) -> bool:
-        """Whether it was opened in this session; 0 is none."""
+        """Return True if it was opened in this session. 0 is none."""
         return session != 0 and self.books.hello.session == session
 
     @property
     def is_kept(self) -> bool:
-        """Whether its S-worker is lost, and may resume the session."""
+        """True if its S-worker is lost, and may resume the session."""
         return self.owner == NOBODY and self.books.hello.outlives
 
     def may_be_resumed(self, hello: Hello) -> bool:
-        """Whether it was kept for the S-worker that greets so, and is what that wants."""
+        """Return True if it was kept for this S-worker, and is what that wants."""
         own = self.books.hello
         is_alike = (own.model_hash, own.kv, own.attention, own.activation_dtype) == (
             hello.model_hash,
@@ -61,10 +58,10 @@ class HolderCache:
 
 
 class Caches:
-    """All that one R-worker keeps.
+    """See the module.
 
     Args:
-        kv_bytes: memory for all of them.
+        kv_bytes: memory for all caches.
         max_sequences: most sequences open at once in each.
     """
 
@@ -79,17 +76,15 @@ class Caches:
     def open(
         self, peer: int, hello: Hello, block_bytes: int, *, is_on_disk: bool = False
     ) -> HolderCache:
-        """A cache as ``hello`` asks for it, empty, in place of the one that the
-        peer had under that name.
+        """Open an empty cache in place of the one that the peer had under that name.
 
         Args:
-            block_bytes: of one block id in all layers.
-            is_on_disk: it takes no memory of this R-worker's.
+            block_bytes: bytes of one block id in all layers.
+            is_on_disk: it takes no memory of this R-worker.
 
         Raises:
-            ProtocolError: (``busy``) it is another peer's, or others have the
-                memory.
-            CapacityError: there isn't the memory for one KV block.
+            ProtocolError: (code ``busy``) If it is another peer's, or others have the memory.
+            CapacityError: If there is no memory for one KV block.
         """
         holder = HolderId(hello.holder)
         present = self._caches.get(holder)
@@ -112,9 +107,11 @@ class Caches:
         return self._caches[holder]
 
     def resume(self, peer: int, hello: Hello) -> tuple[HolderCache, int] | None:
-        """The cache that outlives the peer that used it is this peer's from now on:
-        the cache, and whose it was. What isn't a sequence's is forgotten. None: there is
-        no such cache."""
+        """Give a peer the cache that outlives the former one, and forget its cached blocks.
+
+        Returns:
+            The cache, and its former owner. None if there is no such cache.
+        """
         cache = self._caches.get(HolderId(hello.holder))
         if cache is None or not cache.may_be_resumed(hello):
             return None
@@ -126,15 +123,13 @@ class Caches:
         return cache, before
 
     def at(self, holder: int) -> HolderCache | None:
-        """A holder's cache, any peer's."""
         return self._caches.get(HolderId(holder))
 
     def of(self, peer: int, holder: int) -> HolderCache:
-        """The cache that a peer's message is for.
+        """Return the cache that a peer's message is for.
 
         Raises:
-            ProtocolError: the peer has no such cache, or several and names
-                none.
+            ProtocolError: If the peer has no such cache, or several and names none.
         """
         caches = self._caches
         # Most have one, whose holder isn't named; and it is asked for every message.
@@ -151,11 +146,10 @@ class Caches:
         return owned[0]
 
     def take_over(self, peer: int, holder: int, session: int) -> tuple[HolderCache, int]:
-        """A cache is the peer's from now on: the cache, and whose it was.
+        """Give a peer a cache of its session. Return the cache, and its former owner.
 
         Raises:
-            ProtocolError: there is none, or it is of another session; or it is
-                another peer's that has a replica of it kept.
+            ProtocolError: If there is none, or it is of another session, or has a replica.
         """
         cache = self.of(peer, holder) if holder == THE_ONLY else self._caches.get(HolderId(holder))
         if cache is None or (cache.owner != peer and not cache.is_of(session)):
@@ -171,10 +165,10 @@ class Caches:
         return cache, before
 
     def remove(self, peer: int, holder: int, session: int) -> HolderCache | None:
-        """A cache is over, whichever peer uses it. Which it was; None: there is none.
+        """Forget a cache, whichever peer uses it. Return it, or None if there is none.
 
         Raises:
-            ProtocolError: it is of another session.
+            ProtocolError: If it is of another session.
         """
         cache = self._caches.get(HolderId(holder))
         if cache is not None:
@@ -184,20 +178,19 @@ class Caches:
         return cache
 
     def drop_replicas(self, session: int) -> list[HolderCache]:
-        """Forget the replicas of a session that neighbours have opened. Which they were."""
+        """Forget the replicas of a session that neighbours have opened. Return them."""
         replicas = [x for x in self if x.is_of(session) and x.books.hello.role is Role.NEIGHBOUR]
         self._forget(replicas)
         return replicas
 
     def leave(self, peer: int) -> None:
-        """A peer is gone that nothing should go with: its caches may be taken over."""
+        """Let others take over the caches of a peer that is gone."""
         for cache in self:
             if cache.owner == peer and cache.books.hello.session:
                 cache.owner = NOBODY
 
     def desert(self, peer: int) -> list[HolderId]:
-        """An S-worker is lost, which may resume its session: such caches of its
-        are nobody's, and have no replica. Which they are."""
+        """Keep the caches of a lost S-worker that may resume its session. Return their holders."""
         deserted = [x for x in self if x.owner == peer and x.books.hello.outlives]
         for cache in deserted:
             cache.owner = NOBODY
@@ -206,8 +199,7 @@ class Caches:
         return [cache.holder for cache in deserted]
 
     def drop(self, peer: int, session: int = 0) -> list[HolderId]:
-        """Forget a peer's caches, and replicas of a session that are nobody's.
-        Which they were."""
+        """Forget a peer's caches, and a session's replicas without an owner. Return the holders."""
         return self._forget(
             cache
             for cache in self
@@ -216,7 +208,7 @@ class Caches:
         )
 
     def drop_kept(self, holders: Iterable[HolderId]) -> list[HolderId]:
-        """Forget these, which nobody has resumed. Which they were."""
+        """Forget kept caches that were not resumed in time. Return the holders."""
         return self._forget(self._caches[holder] for holder in holders)
 
     def _forget(self, caches: Iterable[HolderCache]) -> list[HolderId]:
@@ -227,8 +219,7 @@ class Caches:
 
 
 def _busy(cache: HolderCache, reason: str) -> ProtocolError:
-    """Why a peer can't have what a cache has that isn't its own; ``reason``:
-    where an S-worker uses it."""
+    """Return why a peer can't have another's cache. ``reason``: what to say if that is in use."""
     if cache.is_kept:
         left = f"{cache.kept_for_s:.0f} s more" if math.isfinite(cache.kept_for_s) else "a while"
         return ProtocolError(
@@ -241,5 +232,5 @@ def _busy(cache: HolderCache, reason: str) -> ProtocolError:
 
 
 def _may_replace(present: HolderCache, peer: int, hello: Hello) -> bool:
-    """Whether a peer may have a new cache in the place of one that is there."""
+    """Return True if a peer may replace a cache by a new one."""
     return present.owner == peer or (present.owner == NOBODY and present.is_of(hello.session))

@@ -1,5 +1,4 @@
-"""What all that peers say is held to. What breaks the protocol raises
-``ProtocolError``."""
+"""Checks of what peers say. What breaks the protocol raises ``ProtocolError``."""
 
 from __future__ import annotations
 
@@ -22,10 +21,7 @@ _BEYOND = (
 
 
 def check_hello(hello: Hello) -> None:
-    """
-    Raises:
-        ProtocolError: it is of another version, or contradicts itself.
-    """
+    """Raise ProtocolError if a greeting is of another version, or contradicts itself."""
     if hello.protocol_version != PROTOCOL_VERSION:
         raise ProtocolError(
             f"the S-worker speaks protocol version {hello.protocol_version}, this R-worker "
@@ -45,7 +41,7 @@ def check_hello(hello: Hello) -> None:
 
 
 def check_counts(begin: BeginStep, cached: NDArray[np.int64]) -> None:
-    """``cached``: the worker's own token counts, [N]."""
+    """Check a step's counts. ``cached``: the worker's own token counts, [N]."""
     past = begin.num_past
     new = begin.num_new
     queries = begin.num_queries
@@ -104,7 +100,7 @@ def check_array(
 def check_arrays(
     dtype: np.dtype[np.generic], *wanted: tuple[str, NDArray[np.generic], tuple[int, ...]]
 ) -> None:
-    """``check_array`` for each, by its name and shape: called where one looks wrong."""
+    """Check arrays by name and shape, at length only where one looks wrong."""
     for name, array, shape in wanted:
         is_right = type(array) is np.ndarray and array.dtype == dtype and array.shape == shape
         if not is_right or not array.flags.c_contiguous:

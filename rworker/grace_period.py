@@ -13,13 +13,8 @@ from rworker.state import RWorkerState
 
 
 class GracePeriod:
-    """Since the last S-worker was lost without a goodbye; and of each cache that
-    is kept, since its own was, whoever else comes and goes.
-
-    Args:
-        serving: how long to wait.
-        clock: seconds.
-    """
+    """Runs since the last S-worker was lost without ``Shutdown``, and for each kept cache since its
+    own was."""
 
     def __init__(self, serving: ServingTerms, clock: Clock = time.monotonic) -> None:
         self._serving: Final = serving
@@ -29,7 +24,7 @@ class GracePeriod:
         self._kept_until_s: dict[HolderId, float] = {}
 
     def look(self, state: RWorkerState) -> None:
-        """Who was lost, and who came back, up to now."""
+        """Note which S-workers were lost, and which have returned."""
         now_s = self._clock()
         if state.num_lost != self._num_lost:
             self._num_lost = state.num_lost
@@ -41,13 +36,13 @@ class GracePeriod:
             cache.kept_for_s = max(0.0, until_s - now_s)
 
     def wait_s(self, state: RWorkerState) -> float | None:
-        """Until something is to be done; None: nothing will be."""
+        """Return the time until something is to be done. None if nothing will be."""
         self.look(state)
         until_s = self._until_s(state)
         return None if until_s is None else max(0.0, until_s - self._clock())
 
     def end(self, state: RWorkerState) -> tuple[Instruction, ...]:
-        """What is to be done now, if the time is over."""
+        """Return what is to be done now, if the time is over."""
         self.look(state)
         until_s, now_s = self._until_s(state), self._clock()
         if until_s is None or until_s > now_s:

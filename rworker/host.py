@@ -1,5 +1,4 @@
-"""What an R-worker takes of its host: threads, memory for K and V, CPUs to run
-on; and how it serves as an MPI rank."""
+"""What an R-worker takes of its host: threads, memory, CPUs. And how it serves as an MPI rank."""
 
 from __future__ import annotations
 
@@ -33,17 +32,16 @@ def make_worker(
     disk: Disk | None = None,
     serving: ServingTerms = ANYBODY_ONCE,
 ) -> tuple[RWorkerState, AttentionExecutor]:
-    """An R-worker's two halves, with its share of a host that ``num_sharing``
-    processes use.
+    """Make an R-worker's state and executor, for its share of a host of ``num_sharing`` processes.
 
     Args:
-        kv_memory_gb: KV cache in GB; None: its share of half the free memory.
-        num_threads: CPU threads; None: its CPUs, or its share of the host's.
-        disk: where kept blocks may go; None: nowhere.
-        serving: whom, and for how long.
+        kv_memory_gb: KV cache in GB. None for its share of half the free memory.
+        num_threads: CPU threads. None for its CPUs, or its share of the host's.
+        disk: where cached blocks may go. None if nowhere.
+        serving: whom to serve, and for how long.
 
     Raises:
-        ConfigError: an option is out of range.
+        ConfigError: If an option is out of range.
     """
     # Numba counts CPUs when it is imported, so that comes after they have been bound.
     from rworker.attention import AttentionExecutor
@@ -68,10 +66,10 @@ def make_worker(
 
 
 def kv_bytes_of(kv_memory_gb: float | None, num_sharing: int) -> int:
-    """Memory for the KV cache of one of ``num_sharing`` R-workers on this host.
+    """Return the KV memory of one of ``num_sharing`` R-workers on this host.
 
     Raises:
-        ConfigError: it is out of range.
+        ConfigError: If it is out of range.
     """
     if kv_memory_gb is None:
         return default_kv_bytes(num_sharing)
@@ -90,7 +88,7 @@ def bind_cpus(cpus: str | None, numa_node: str | None) -> int | None:
         How many ranks share the CPUs, if that is known.
 
     Raises:
-        ConfigError: both are given, or there are no such CPUs.
+        ConfigError: If both are given, or there are no such CPUs.
     """
     if cpus is not None and numa_node is not None:
         raise ConfigError("give --cpus or --numa-node, not both")
@@ -119,24 +117,17 @@ def serve_rank(
     instances: InstanceRanks | None = None,
     silence_s: float = 5.0,
 ) -> NoReturn:
-    """Serve the S-worker of an MPI job until it says Shutdown or is gone; then
-    leave the job.
+    """Serve the S-worker of an MPI job until it says Shutdown or is gone. Then leave the job.
 
     Args:
-        kv_memory_gb: KV cache in GB; None: its share of half the free memory.
-        num_threads: CPU threads; None: this rank's CPUs, or its share of the
-            host's.
-        num_sharing_cpus: ranks that run on this one's CPUs; None: all of its
-            host, unless it is bound.
-        cache_disk, cache_disk_gb: where kept blocks may go, and how much of it
-            this rank takes; None: nowhere.
-        instances: that are the job's ranks; None: there is one S-worker, or
-            stages.
-        silence_s: an R-worker of another instance that gives no sign of life
-            for so long is read no more.
+        kv_memory_gb, num_threads: see ``make_worker``.
+        num_sharing_cpus: ranks on this one's CPUs. None for all of its host, unless it is bound.
+        cache_disk, cache_disk_gb: see ``disk_of``.
+        instances: the job's instances. None for one S-worker, or stages.
+        silence_s: longest silence of an R-worker of another instance. Then it is read no more.
 
     Raises:
-        ConfigError: an option is out of range, or this is the S-worker's rank.
+        ConfigError: If an option is out of range, or this is the S-worker's rank.
     """
     mpi_ranks.let_rank_0_stop()
     from fastdecode.wire.mpi.hub import MpiNeighbours, RWorkerHub
@@ -169,10 +160,7 @@ def serve_rank(
 
 
 def _check_rank(job: MpiJob, instances: InstanceRanks | None) -> None:
-    """
-    Raises:
-        ConfigError: If this rank is not an R-worker's.
-    """
+    """Raise ConfigError if this rank is not an R-worker's."""
     if job.rank == mpi_ranks.S_RANK:
         raise ConfigError(
             f"an R-worker was started as rank {job.rank}, the S-worker's: begin the mpirun line "

@@ -1,7 +1,5 @@
-"""What the state machine tells its loop to do. Everything is resolved and
-checked: carrying it out decides nothing.
-
-Peers are the numbers that the loop's hub has for them."""
+"""What the state machine tells its loop to do. Everything is resolved and checked: carrying it out
+decides nothing. Peers are the numbers that the loop's hub has for them."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ class Send:
 
 @dataclass(frozen=True)
 class TellAboutHost:
-    """Answer with a ``Report``: these, and what is to be seen of the host."""
+    """Answer with a ``Report`` of these and the host."""
 
     to: int
     num_threads: int
@@ -47,16 +45,16 @@ class TellAboutHost:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Make a holder's KV cache and get the kernels ready, in place of any that were there."""
+    """Make a holder's KV cache in place of any former one, and get the kernels ready."""
 
     holder: HolderId
     layout: BlockLayout
     num_blocks: int
     attention: tuple[AttentionSpec, ...]
-    """One a layer."""
+    """``AttentionSpec`` of each layer."""
     activation_dtype: DType
     is_on_disk: bool = False
-    """Its memory is a file's: it is restored beside the caches that have all the memory."""
+    """Its memory is a file, as other caches have all the memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +68,8 @@ class CopyBlocks:
 
 @dataclass(frozen=True, eq=False)
 class AwaitedBlocks:
-    """Of a step: blocks that are being fetched. Each layer waits for its own,
-    and then copies what would have been copied before the step."""
+    """Blocks of a step that are fetched. Each layer waits for its own, and then copies what would
+    have been copied before the step."""
 
     jobs: tuple[int, ...]
     copy_sources: NDArray[np.int64]  # [C]
@@ -80,8 +78,8 @@ class AwaitedBlocks:
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """Where a step's tokens go and what its queries see: the same in every
-    layer. N sequences have queries."""
+    """Where a step's tokens go and what its queries see, the same in every layer. N sequences have
+    queries."""
 
     step: int
     lane: int
@@ -94,10 +92,10 @@ class StepPlan:
     num_single: int
     """Sequences in front that have one query each."""
     coming: AwaitedBlocks | None = None
-    """None: all that it reads is there."""
+    """None if all that it reads is there."""
     num_last: int = 0
-    """Sequences in front whose new token is the last that they see, and lies at
-    the same place of ``slots``: attention itself writes it."""
+    """Sequences in front whose new token is the last that they see, and has the same place in
+    ``slots``: attention itself writes it."""
 
     @cached_property
     def num_queries(self) -> int:
@@ -106,9 +104,8 @@ class StepPlan:
 
     @cached_property
     def groups(self) -> tuple[QueryGroup, ...]:
-        """First the sequences in front that have one query each, then the others. Kernels
-        for one query are their own, so what a sequence decodes to doesn't depend on
-        prompts in the same step."""
+        """The sequences in front that have one query each, then the others. Kernels for one query
+        are their own, so tokens do not depend on prompts in the same step."""
         both = slice(0, self.num_single), slice(self.num_single, len(self.context_lens))
         return tuple(self._group(group) for group in both if group.start < group.stop)
 
@@ -126,16 +123,16 @@ class StepPlan:
 
 @dataclass(frozen=True, eq=False)
 class QueryGroup:
-    """Sequences of a step that are attended together: the same in every layer."""
+    """Sequences of a step that are attended together, the same in every layer."""
 
     rows: slice
-    """Their queries."""
+    """Rows of their queries."""
     block_tables: NDArray[np.int32]  # [G, max_blocks]
     query_starts: NDArray[np.int32]  # [G + 1] within these rows
     query_positions: NDArray[np.int32]  # [G]
     context_lens: NDArray[np.int32]  # [G]
     brings_last: bool
-    """Attention writes each one's last token."""
+    """True if attention writes their last tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,17 +243,16 @@ class EndPull:
 
 @dataclass(frozen=True)
 class OpenTier:
-    """Find out what a holder's lower tier has, if there is one, and tell a peer."""
+    """Open a holder's lower tier, if there is one, and tell a peer what it has."""
 
     to: int
     holder: HolderId
     identity: str
-    """Of what it may have."""
 
 
 @dataclass(frozen=True)
 class MoveBlocks:
-    """Copy blocks down or up in the background, and tell a peer."""
+    """Copy blocks in the background, and tell a peer."""
 
     to: int
     holder: HolderId
@@ -266,7 +262,7 @@ class MoveBlocks:
 
 @dataclass(frozen=True)
 class DropStored:
-    """A holder's lower tier gives these blocks up."""
+    """Drop blocks from a holder's lower tier."""
 
     holder: HolderId
     keys: tuple[bytes, ...]
@@ -274,8 +270,7 @@ class DropStored:
 
 @dataclass(frozen=True)
 class Unlink:
-    """Nothing is transferred to or from a holder's cache any more, and its lower tier is
-    closed; nobody gets a report."""
+    """End all transfers of a holder's cache without a report, and close its lower tier."""
 
     holder: HolderId
 
@@ -289,14 +284,13 @@ class Drop:
 
 @dataclass(frozen=True)
 class HangUp:
-    """Close the connection to a peer; the state notes that it is lost."""
+    """Close the connection to a peer, which is lost then."""
 
     peer: int
     may_return: bool = False
-    """It didn't take its leave: it may have been stopped, or out of reach."""
+    """It did not say ``Shutdown``: it may have been stopped, or out of reach."""
     is_torn: bool = False
-    """What its last message asked for was not done to its end: its caches lack what
-    their books say."""
+    """Its last message was not carried out to its end: its caches lack what their books say."""
 
 
 @dataclass(frozen=True)

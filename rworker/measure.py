@@ -35,7 +35,7 @@ from fastdecode.wire.messages import (
     Failed,
     FromRWorker,
     Hello,
-    OpenSequence,
+    Open,
     ToRWorker,
 )
 from rworker.attention import AttentionExecutor
@@ -260,7 +260,7 @@ class _Worker:
         """Open sequences and append so many tokens to each, ``APPEND_TOKENS`` at a time in all."""
         self._lengths = np.zeros(num_sequences, np.int32)
         for sequence in range(num_sequences):
-            self._obey(OpenSequence(sequence, num_reserved))
+            self._obey(Open(sequence, num_reserved))
         share = max(1, APPEND_TOKENS // num_sequences)
         for first in range(0, num_tokens, share):
             self._step(min(share, num_tokens - first), num_queries=0)

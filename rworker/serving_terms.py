@@ -9,16 +9,13 @@ from typing import Final
 @dataclass(frozen=True)
 class ServingTerms:
     model_hash: str | None = None
-    """S-workers that run this model only; None: any."""
+    """Only model that S-workers may run. None for any."""
     keeps_serving: bool = False
     """It stays when the last S-worker has left."""
     return_s: float = 0.0
-    """For so long it listens for another one when the last S-worker is lost, and
-    hasn't taken its leave."""
+    """Time to wait for another S-worker when the last one is lost without ``Shutdown``."""
     keep_s: float = 0.0
-    """For so long it keeps the caches of one that is lost, for whoever resumes
-    their session."""
+    """Time to keep the caches of a lost S-worker, for one that resumes the session."""
 
 
 ANYBODY_ONCE: Final = ServingTerms()
-"""Whoever comes, until the last has gone."""

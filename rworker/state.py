@@ -1,10 +1,9 @@
-"""What an R-worker decides: a peer's message in, instructions out. No sockets,
-threads, clocks or kernels.
+"""What an R-worker decides: a peer's message in, instructions out. No sockets, threads, clocks or
+kernels.
 
-Everything that a peer says is checked here and in ``rworker.cache_state``, before it
-reaches the KV store or a kernel. A message that breaks the protocol changes
-nothing; it is answered with ``Failed``, and the worker stops serving that peer.
-Other peers notice nothing of it.
+Everything that a peer says is checked here and in ``rworker.cache_state``, before it reaches the KV
+store or a kernel. A message that breaks the protocol changes nothing. It is answered with
+``Failed``, and the worker stops serving that peer, without effect on others.
 """
 
 from __future__ import annotations
@@ -23,18 +22,17 @@ from fastdecode.wire.blocks import (
     Dropped,
     ExpectTokens,
     ExportSequence,
-    FetchBlocks,
+    Fetch,
     FetchChunk,
-    ForgetBlocks,
-    KeepBlocks,
+    Forget,
+    Name,
     Pull,
     Replicate,
     Restore,
-    ResumeSequence,
-    StoreBlocks,
+    Retain,
     StoreChunk,
     TakeOver,
-    TruncateSequence,
+    Truncate,
     UseTier,
 )
 from fastdecode.wire.messages import (
@@ -42,13 +40,12 @@ from fastdecode.wire.messages import (
     Accepted,
     Attend,
     BeginStep,
-    CloseSequence,
-    ExtendSequence,
+    Close,
+    Extend,
     Failed,
-    ForkSequence,
     Hello,
     Inspect,
-    OpenSequence,
+    Open,
     Refused,
     Shutdown,
     ToRWorker,
@@ -94,20 +91,19 @@ class _Peer:
     """What a peer has said of itself."""
 
     role: Role | None = None
-    """None: nothing yet."""
     session: int = 0
-    """Of the run that it is for; 0: none."""
+    """Session of its run. 0 for none."""
     restored: set[int] = field(default_factory=set)
-    """Holders whose replicas were read for it, if that could be."""
+    """Holders whose replicas were read for it, if possible."""
     only_looks: bool = False
-    """It inspected us first: what it opens then is for measuring, and no job."""
+    """It inspected first: what it opens then is for measuring, not for a job."""
 
     @property
     def has_job(self) -> bool:
         return self.role is Role.S_WORKER and not self.only_looks
 
     def look(self, message: Inspect | DescribeExport | FetchChunk) -> None:
-        """It reads what isn't its own. Raises ProtocolError: it has a cache here."""
+        """Make it a reader. Raise ProtocolError if it has a cache here."""
         if self.role in OWNERS:
             name = type(message).__name__
             raise ProtocolError(f"{name} came in the middle of a job: it has to come before Hello")
@@ -118,17 +114,16 @@ class RWorkerState:
     """One R-worker and its peers, which are numbers here.
 
     Args:
-        name: what the worker calls itself towards people.
-        kv_bytes: memory for K and V of all caches; as many blocks as fit in it
-            are offered.
-        num_threads: what to tell peers; the loop's executor has them.
+        name: name of the worker for people.
+        kv_bytes: memory for K and V of all caches, in as many blocks as fit.
+        num_threads: threads of the loop's executor, as peers are told.
         max_sequences: most sequences open at once in each cache.
-        has_tier: whether kept blocks may go to a lower tier.
-        is_padded: blocks lie as ``BlockLayout`` says; False: as tensors, without padding.
-        serving: whom, and for how long.
+        has_tier: cached blocks may go to a lower tier.
+        is_padded: blocks are as ``BlockLayout`` says. False if they are tensors, without padding.
+        serving: whom to serve, and for how long.
 
     Raises:
-        ConfigError: an option is out of range.
+        ConfigError: If an option is out of range.
     """
 
     def __init__(
@@ -156,14 +151,14 @@ class RWorkerState:
         self._is_padded = is_padded
         self._serving = serving
         self.is_deserted = False
-        """Whether the last S-worker is lost, and may return."""
+        """True if the last S-worker is lost, and may return."""
         self.num_lost = 0
         """S-workers that were lost, and may return."""
         self._caches = Caches(kv_bytes, max_sequences)
         self._peers: dict[int, _Peer] = {}
 
     def handle(self, peer: int, message: ToRWorker) -> tuple[Instruction, ...]:
-        """What to do about a peer's message, in this order. Never raises for what a peer did."""
+        """Return what follows from a peer's message, in order. Never raise for what a peer did."""
         try:
             return self._dispatch(peer, message)
         except FastDecodeError as error:
@@ -171,18 +166,17 @@ class RWorkerState:
             return Send(peer, Failed(self.name, error.code, text)), HangUp(peer)
 
     def cache_of(self, peer: int, holder: int = THE_ONLY) -> HolderCache:
-        """A peer's cache, for an S-worker that attends in it without messages.
+        """Return a peer's cache, for an S-worker that attends in it without messages.
 
         Raises:
-            ProtocolError: the peer has no such cache.
+            ProtocolError: If the peer has no such cache.
         """
         return self._caches.of(peer, holder)
 
     def lost(
         self, peer: int, *, may_return: bool = False, is_torn: bool = False
     ) -> tuple[Instruction, ...]:
-        """A peer is gone, or was hung up on: its caches go with it, but for those
-        that it may come back for. See ``HangUp``."""
+        """Drop the caches of a peer that is gone, but those that it may return for (``HangUp``)."""
         gone = self._peers.pop(peer, _Peer())
         done: list[Instruction] = []
         if gone.role is Role.NEIGHBOUR and self._has_session(gone.session) and not is_torn:
@@ -202,16 +196,14 @@ class RWorkerState:
 
     @property
     def kept(self) -> list[HolderCache]:
-        """The caches that are kept for S-workers that are lost; a grace period
-        says for how long (``kept_for_s``)."""
+        """The caches that are kept for lost S-workers, for a grace period (``kept_for_s``)."""
         return [cache for cache in self._caches if cache.is_kept]
 
     def forget_kept(self, holders: Iterable[HolderId]) -> tuple[Instruction, ...]:
-        """Nobody has resumed these in time."""
+        """Drop kept caches that were not resumed in time."""
         return tuple(map(Drop, self._caches.drop_kept(holders)))
 
     def check_invariants(self) -> None:
-        """For tests and debugging."""
         for cache in self._caches:
             cache.books.check_invariants()
             if cache.is_kept:
@@ -228,7 +220,6 @@ class RWorkerState:
         )
 
     def _has_session(self, session: int) -> bool:
-        """Whether an S-worker of a session is there."""
         return any(peer.has_job and peer.session == session != 0 for peer in self._peers.values())
 
     @property
@@ -254,14 +245,13 @@ class RWorkerState:
                 return self._manage(number, peer, message)
 
     def _manage(self, number: int, peer: _Peer, message: AboutCaches) -> tuple[Instruction, ...]:
-        """What a message between steps asks for."""
         match message:
-            case OpenSequence() | ForkSequence() | ExtendSequence() | ResumeSequence():
+            case Open() | Extend():
                 cache = self._caches.of(number, message.holder)
                 return _answered(number, cache, message, cache.books.reserve(message))
             case StoreChunk() | FetchChunk(ticket="") | ExpectTokens():
                 return _about_chunk(number, self._caches.of(number, message.holder), message)
-            case TruncateSequence():
+            case Truncate():
                 cache = self._caches.of(number, message.holder)
                 return _answered(number, cache, message, truncate(cache.books, message))
             case TakeOver():
@@ -273,7 +263,7 @@ class RWorkerState:
             case Restore():
                 peer.restored.add(message.holder)
                 return to_restore(peer.session, self._caches.at(message.holder), message)
-            case CloseSequence():
+            case Close():
                 cache = self._caches.of(number, message.holder)
                 cache.books.close(message)
                 return (*after_close(cache, message.sequence_id), *_followed(cache, message))
@@ -282,12 +272,12 @@ class RWorkerState:
             case DescribeExport() | FetchChunk():
                 peer.look(message)
                 return about_offer(number, self._caches, message)
-            case UseTier() | StoreBlocks() | FetchBlocks() | ForgetBlocks(is_below=True):
+            case UseTier() | Retain() | Fetch() | Forget(is_below=True):
                 return about_tier(number, self._caches.of(number, message.holder), message)
-            case KeepBlocks() | ForgetBlocks():
+            case Name() | Forget():
                 cache = self._caches.of(number, message.holder)
                 books = cache.books
-                books.keep(message) if isinstance(message, KeepBlocks) else books.forget(message)
+                books.keep(message) if isinstance(message, Name) else books.forget(message)
                 return _followed(cache, message)
             case Hello():
                 return self._hello(number, peer, message)
@@ -301,7 +291,7 @@ class RWorkerState:
                 raise _unknown(message)
 
     def _leave(self, number: int, peer: _Peer) -> Instruction:
-        """A peer that leaves takes only its own with it; the last S-worker ends the R-worker."""
+        """Let a peer leave. The last S-worker ends the R-worker."""
         others = any(other.has_job for key, other in self._peers.items() if key != number)
         is_needed = others or self._serving.keeps_serving or bool(self.kept)
         may_end = peer.role in (None, Role.S_WORKER) and not is_needed
@@ -347,9 +337,8 @@ class RWorkerState:
         return (*late, prepare, welcome)
 
     def _drop_late(self, hello: Hello) -> list[Instruction]:
-        """An S-worker that greets its R-worker wants it to keep no replica yet. One that is
-        there came from a neighbour that was given up and didn't know, after it was to be
-        dropped: it would take memory for good."""
+        """Drop replicas that a neighbour opened late, which was given up and did not know it. An
+        S-worker that greets wants none yet."""
         if hello.role is not Role.S_WORKER or hello.resumes:
             return []
         replicas = self._caches.drop_replicas(hello.session)
@@ -357,7 +346,7 @@ class RWorkerState:
         return [*(Drop(x.holder) for x in replicas), *map(HangUp, owners)]
 
     def _take_over(self, number: int, peer: _Peer, message: TakeOver) -> tuple[Instruction, ...]:
-        """The peer that had the cache before has none any more: it is hung up on."""
+        """Give a peer a cache, and hang up on the former owner."""
         if peer.role is None:
             raise ProtocolError("the first message must be Hello")
         wanted = wanted_of(message)
@@ -373,7 +362,7 @@ class RWorkerState:
         return tuple(done)
 
     def _drop(self, number: int, peer: _Peer, message: DropCache) -> tuple[Instruction, ...]:
-        """Another peer that used the cache is hung up on."""
+        """Drop a cache, and hang up on another peer that used it."""
         if peer.role is None:
             raise ProtocolError("the first message must be Hello")
         session, link = message.session, message.link
@@ -403,7 +392,7 @@ def _about_chunk(
 
 
 def _fence(name: str, number: int, before: int) -> tuple[Instruction, ...]:
-    """Hang up on the peer that had a cache which another has resumed."""
+    """Hang up on the former owner of a resumed cache."""
     if before in (number, NOBODY):
         return ()
     reason = "another S-worker goes on with this session: there is to be one at a time"
@@ -411,7 +400,7 @@ def _fence(name: str, number: int, before: int) -> tuple[Instruction, ...]:
 
 
 def _followed(cache: HolderCache, change: Change) -> tuple[Instruction, ...]:
-    """The cache has accepted a change, which its replica has to make, too."""
+    """Let a replica follow a change that the cache has accepted."""
     return (Follow(cache.holder, change),) if cache.is_replicated else ()
 
 
@@ -423,5 +412,5 @@ def _answered(
 
 
 def _unknown(message: NoReturn) -> ProtocolError:
-    """Every message is handled, says the type checker; at run time, an object that is none."""
+    """Refuse an object that is no message. The type checker sees that every message is handled."""
     return ProtocolError(f"{type(message).__name__} is not a message to an R-worker")

@@ -1,5 +1,4 @@
-"""A step as instructions: what is copied first, what all its layers have in
-common, and its layers."""
+"""A step as instructions: what is copied first, what all layers have in common, and its layers."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from rworker.instructions import AwaitedBlocks, Compute, CopyBlocks, EndStep, In
 
 
 def begin_step(cache: HolderCache, begin: BeginStep) -> tuple[Instruction, ...]:
-    """A lane's step is open from now on."""
+    """Open a lane's step."""
     appended = cache.books.begin_step(begin)
     plan = _plan(begin, appended, cache.books.store)
     if cache.books.moving.moves:
@@ -26,14 +25,14 @@ def begin_step(cache: HolderCache, begin: BeginStep) -> tuple[Instruction, ...]:
 
 
 def copies(cache: HolderCache, appended: Appended) -> tuple[Instruction, ...]:
-    """What has to be copied before anything is written."""
+    """Return the copies that precede all writes."""
     if not appended.copy_sources.size:
         return ()
     return (CopyBlocks(cache.holder, appended.copy_sources, appended.copy_targets),)
 
 
 def _plan(begin: BeginStep, appended: Appended, store: KVStore) -> StepPlan:
-    """What every layer of a step has in common. Keeps nothing of the peer's arrays."""
+    """Return what every layer of a step has in common. Nothing of the peer's arrays is kept."""
     with_queries = begin.num_queries > 0
     num_queries = begin.num_queries[with_queries]
     query_ends = begin.num_past + begin.num_new
@@ -56,10 +55,10 @@ def _plan(begin: BeginStep, appended: Appended, store: KVStore) -> StepPlan:
 
 
 def _num_last(begin: BeginStep, query_ends: NDArray[np.int32], num_single: int) -> int:
-    """See ``StepPlan.num_last``: all sequences that have one query, or none.
+    """Return ``StepPlan.num_last``: all sequences that have one query, or none.
 
-    A sequence may bring two tokens apart from each other, each with a query, and
-    the later one sees the earlier: then all tokens are written before any is read.
+    A sequence may bring two tokens apart from each other, each with a query, of which the later one
+    sees the earlier. Then all tokens are written before any is read.
     """
     first = slice(num_single)
     brings_one = (begin.num_new[first] == 1) & (begin.num_queries[first] == 1)
@@ -71,8 +70,7 @@ def _num_last(begin: BeginStep, query_ends: NDArray[np.int32], num_single: int) 
 def _with_coming(
     plan: StepPlan, appended: Appended, cache: HolderCache
 ) -> tuple[StepPlan, Appended]:
-    """The same, if some of the blocks that the step reads are on their way; and
-    what is to be copied at once."""
+    """Return the plan of a step that may read fetched blocks, and what to copy at once."""
     size = cache.books.store.block_size
     first_tokens = np.arange(plan.block_tables.shape[1]) * size
     seen = plan.block_tables[first_tokens < plan.context_lens[:, None]]
@@ -91,10 +89,10 @@ def _with_coming(
 
 
 def attend(number: int, cache: HolderCache, message: Attend) -> tuple[Instruction, ...]:
-    """A layer of a step that has begun; ``number``: of the peer whose it is.
+    """Attend a layer of a step that peer ``number`` has begun.
 
     Raises:
-        ProtocolError: it is no layer of an open step.
+        ProtocolError: If it is no layer of an open step.
     """
     was_last = cache.books.attend(message)
     lane = message.lane

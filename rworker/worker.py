@@ -13,7 +13,7 @@ from typing import Protocol
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, WorkerError, assert_never
 from fastdecode.core.host.facts import this_host
-from fastdecode.wire.blocks import ChunkStored, FetchedChunk, Stocked
+from fastdecode.wire.blocks import ChunkStored, FetchedChunk, Inventory
 from fastdecode.wire.codec import Array
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import (
@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 
 class RWorkerExecutor(Protocol):
-    """What carries out the instructions that aren't I/O."""
+    """Carries out the instructions that are not I/O."""
 
     def prepare(self, prepare: Prepare) -> None: ...
 
@@ -81,14 +81,13 @@ class RWorkerExecutor(Protocol):
     def drop(self, drop: Drop) -> None: ...
 
     @property
-    def tiers(self) -> Tiers:
-        """Where kept blocks go beside the caches."""
+    def tiers(self) -> Tiers: ...
 
-    def open_tier(self, wanted: OpenTier) -> Iterable[Stocked]: ...
+    def open_tier(self, wanted: OpenTier) -> Iterable[Inventory]: ...
 
 
 class Peer(Protocol):
-    """Where answers go: a connection, as far as instructions need it."""
+    """A connection, as far as instructions need it."""
 
     @property
     def peer(self) -> str: ...
@@ -99,21 +98,20 @@ class Peer(Protocol):
 
 
 class Peers(Protocol):
-    """Where an R-worker's peers are: a hub, as far as instructions need it."""
+    """A hub, as far as instructions need it."""
 
     @property
-    def connections(self) -> Sequence[Peer] | Mapping[int, Peer]:
-        """By their numbers."""
+    def connections(self) -> Sequence[Peer] | Mapping[int, Peer]: ...
 
 
 class _Restorer:
-    """Takes the answers to what a replica's file says; see ``Peer`` and ``Peers``."""
+    """``Peer`` and ``Peers`` for answers to what a replica's file says."""
 
     peer = "a replica's file"
 
     def __init__(self) -> None:
         self.refusal = ""
-        """Why the file isn't to be read any further."""
+        """Why the file is not read any further."""
 
     @property
     def connections(self) -> Mapping[int, Peer]:
@@ -131,7 +129,7 @@ class RWorker:
     """An R-worker at work: its state decides, its executor computes, its peers get answers.
 
     Args:
-        behind: what is done behind compute; None: it can't reach other R-workers.
+        behind: background transfers. None if it can't reach other R-workers.
     """
 
     def __init__(
@@ -145,11 +143,9 @@ class RWorker:
         self.behind = behind or BackgroundTransfers(executor, NoNeighbours(), partial(tell, peers))
 
     def obey(self, instructions: tuple[Instruction, ...]) -> bool:
-        """Carry out instructions in order. False: leave the loop.
+        """Carry out instructions in order. Return False to leave the loop.
 
-        A peer that is gone costs only what was to be sent to it: the instructions
-        behind that concern other peers and the caches, and are carried out. The hub
-        reports the lost peer next.
+        A peer that is gone costs only what was to be sent to it. The hub reports it next.
         """
         for instruction in instructions:
             match instruction:
@@ -163,7 +159,7 @@ class RWorker:
         return True
 
     def lose(self, error: PeerLostError) -> bool:
-        """Go on without a peer. False: leave the loop."""
+        """Continue without a peer. Return False to leave the loop."""
         if error.code == CLOSED:
             logger.info("R-worker %s goes on without a peer: %s", self.state.name, error)
         else:
@@ -174,8 +170,7 @@ class RWorker:
         return goes_on
 
     def _compute(self, compute: Compute) -> None:
-        """Answer with a layer. What has failed of the blocks that it read is reported
-        before."""
+        """Answer with a layer. Report failed blocks that it read before."""
         result = self.executor.compute(compute)
         if self.behind.is_used:
             self.behind.attended()
@@ -190,7 +185,7 @@ class RWorker:
         self._send(to, message)
 
     def _send(self, to: int, message: FromRWorker) -> None:
-        """Unless the peer is gone. Raises WorkerError: sending failed otherwise."""
+        """Send a peer a message, unless it is gone."""
         peer = self.peers.connections[to]
         try:
             peer.send(message)
@@ -200,7 +195,7 @@ class RWorker:
             logger.info("%s is gone: it gets no %s", peer.peer, type(message).__name__)
 
     def _obey_occasional(self, instruction: Occasional) -> bool:
-        """Carry out one instruction. False: leave the loop."""
+        """Carry out one instruction. Return False to leave the loop."""
         executor = self.executor
         match instruction:
             case TellAboutHost(to, num_threads, kv_bytes, model_hash):
@@ -250,7 +245,7 @@ class RWorker:
         return True
 
     def _restore(self, order: ReadReplica) -> None:
-        """Have the state and the executor do what a replica's file says, up to where it ends."""
+        """Carry out what a replica's file says."""
         files, restorer, is_torn = self.behind.files, _Restorer(), False
         worker = RWorker(restorer, self.state, self.executor, self.behind)
         try:
@@ -267,7 +262,7 @@ class RWorker:
 
 
 def tell(peers: Peers, index: int, message: Failed | TransferNews) -> None:
-    """Send a peer what it didn't ask for, unless it is gone."""
+    """Send a peer a report, unless it is gone."""
     peer = peers.connections[index]
     try:
         peer.send(message)
@@ -282,14 +277,15 @@ def serve(
     grace_period: GracePeriod | None = None,
     neighbours: Neighbours | None = None,
 ) -> None:
-    """Serve the peers of a hub until the state says that all is done, or none
-    is left; then close all connections.
+    """Serve the peers of a hub until the state says ``Stop``, or none is left. Then close all
+    connections.
 
-    ``grace_period`` says for how long a state awaits the return of S-workers.
-    Replicas are kept by R-workers that are reached through ``neighbours``.
+    Whatever goes wrong with one peer is logged, and sent to that peer as ``Failed`` before its
+    connection closes. Others continue.
 
-    Whatever goes wrong with one peer is logged, and sent to that peer as
-    ``Failed`` before its connection closes. The others go on.
+    Args:
+        grace_period: how long to wait for lost S-workers. None for ever.
+        neighbours: other R-workers.
     """
     logger.info("R-worker %s serves", state.name)
     directory = executor.tiers.directory
@@ -313,8 +309,7 @@ def serve(
 def serve_next(
     hub: Hub[FromRWorker, ToRWorker], worker: RWorker, grace_period: GracePeriod | None
 ) -> bool:
-    """Deal with what comes next; ``grace_period``: for how long lost S-workers are
-    waited for, None: for ever. False: leave the loop."""
+    """Take the next message, or do a unit of transfers. Return False to leave the loop."""
     state, behind = worker.state, worker.behind
     behind_s = behind.wait_s if behind.is_used else None
     if behind_s is not None:
@@ -369,21 +364,20 @@ class WorkerThread:
     """The S-worker's side."""
     thread: threading.Thread
     hub: InprocHub[FromRWorker, ToRWorker]
-    """The R-worker's, to which others may be connected at any time."""
+    """The R-worker's hub, to which others may connect at any time."""
 
     def stop(self) -> None:
-        """Ask the R-worker to end once it has done what it was sent; does
-        nothing if it has ended."""
+        """Ask the R-worker to end once it has done what it was sent."""
         try:
             self.connection.send(Shutdown())
         except WorkerError:
             logger.debug("R-worker %s has ended already", self.name)
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until it has ended; ``stop`` it first, or close the connection.
+        """Wait until it has ended. ``stop`` it first, or close the connection.
 
         Raises:
-            WorkerError: it hasn't in ``timeout_s`` seconds.
+            WorkerError: If it has not ended in ``timeout_s`` seconds.
         """
         self.thread.join(timeout_s)
         if self.thread.is_alive():
@@ -406,18 +400,17 @@ def start_worker_thread(
     """Start an R-worker as a daemon thread of this process.
 
     Args:
-        name: of the worker and its thread.
+        name: name of the worker and its thread.
         kv_bytes: memory for K and V.
-        num_threads: CPU threads that its kernels use.
-        hub: the S-worker's, which gets a connection more; None: a hub of its
-            own.
+        num_threads: CPU threads of its kernels.
+        hub: the S-worker's, which gets another connection. None for a hub of its own.
         clock: seconds, for the times that the worker reports.
         executor: in place of ``AttentionExecutor``, for tests.
-        neighbours: others, which it joins; None: it reaches nobody.
-        disk: where kept blocks may go; None: nowhere.
+        neighbours: other R-workers, which it joins. None if it reaches none.
+        disk: where cached blocks may go. None if nowhere.
 
     Raises:
-        ConfigError: an option is out of range.
+        ConfigError: If an option is out of range.
     """
     state = RWorkerState(
         name, kv_bytes=kv_bytes, num_threads=num_threads, has_tier=disk is not None

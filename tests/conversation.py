@@ -15,11 +15,10 @@ from fastdecode.wire.messages import (
     Attend,
     AttendResult,
     BeginStep,
-    CloseSequence,
-    ForkSequence,
+    Close,
     FromRWorker,
     Hello,
-    OpenSequence,
+    Open,
     ToRWorker,
     Welcome,
 )
@@ -91,7 +90,7 @@ class Conversation:
 
     def open(self) -> None:
         room = int(self.rng.integers(1, 90))
-        if self.ask(OpenSequence(self.next_id, room)) == Accepted(self.next_id):
+        if self.ask(Open(self.next_id, room)) == Accepted(self.next_id):
             empty = np.zeros((0, HKV, D), np.float32)
             self.cached[self.next_id] = [(empty, empty) for _ in LAYERS]
             self.room[self.next_id] = room
@@ -103,7 +102,9 @@ class Conversation:
             parent = int(self.rng.choice(parents))
             shared = int(self.rng.integers(1, self.length(parent) + 1))
             room = shared + int(self.rng.integers(0, 20))
-            if self.ask(ForkSequence(parent, self.next_id, shared, room)) == Accepted(self.next_id):
+            if self.ask(Open(self.next_id, room, shared, parent_id=parent)) == Accepted(
+                self.next_id
+            ):
                 self.cached[self.next_id] = [
                     (k[:shared], v[:shared]) for k, v in self.cached[parent]
                 ]
@@ -113,7 +114,7 @@ class Conversation:
     def close(self) -> None:
         if self.cached:
             sequence = int(self.rng.choice(list(self.cached)))
-            self.connection.send(CloseSequence(sequence))
+            self.connection.send(Close(sequence))
             del self.cached[sequence], self.room[sequence]
 
     def begin(self, step: int, lane: int, sequences: list[int]) -> BeginStep:

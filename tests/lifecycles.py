@@ -11,11 +11,16 @@ from fastdecode.core.sequence import FinishReason
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
+from fastdecode.wire.blocks import Close
 
 
 def lifecycle(blocks: tuple[int, ...] = (40,), num_lanes: int = 2, **more: object) -> Lifecycle:
     chosen = options("greedy", num_lanes, **more)
     return Lifecycle(make_scheduler(chosen, blocks, BLOCK_SIZE, opening_steps=1))
+
+
+def closing(asked: events.Ask) -> events.Ask:
+    return events.Ask(asked.part, Close(asked.part.part_id))
 
 
 def tell(life: Lifecycle, event: events.Event) -> list[events.Instruction]:

@@ -27,21 +27,19 @@ from fastdecode.core.spec import KVSpec
 from fastdecode.wire.blocks import (
     MISSING,
     ChunkStored,
-    ForgetBlocks,
-    KeepBlocks,
-    ResumeSequence,
+    Forget,
+    Name,
     StoreChunk,
     TakeOver,
-    TruncateSequence,
+    Truncate,
     words_of,
 )
 from fastdecode.wire.messages import (
     Accepted,
-    CloseSequence,
-    ExtendSequence,
-    ForkSequence,
+    Close,
+    Extend,
     Hello,
-    OpenSequence,
+    Open,
     Welcome,
 )
 from rworker.blocks.kv_store import KVStore
@@ -143,7 +141,7 @@ class MirrorMachine(RuleBasedStateMachine):
     @rule(reserved=st.integers(1, 20))
     def open(self, reserved: int) -> None:
         self.next_id += 1
-        if self.change(OpenSequence(self.next_id, reserved)):
+        if self.change(Open(self.next_id, reserved)):
             self.tokens[self.next_id], self.reserved[self.next_id] = [], reserved
             self.note(self.next_id)
 
@@ -158,7 +156,7 @@ class MirrorMachine(RuleBasedStateMachine):
             return
         shared = data.draw(st.integers(1, most))
         self.next_id += 1
-        if self.change(ForkSequence(parent, self.next_id, shared, shared + more)):
+        if self.change(Open(self.next_id, shared + more, shared, parent_id=parent)):
             self.tokens[self.next_id] = self.tokens[parent][:shared]
             if parent in self.unprotected:
                 self.unprotected.add(self.next_id)
@@ -191,7 +189,7 @@ class MirrorMachine(RuleBasedStateMachine):
                 again = partial(self.store.cached.keep, [b"another key"], table[block : block + 1])
                 refuses_unchanged(self.store, ProtocolError, again)
             elif key not in self.kept:
-                message = KeepBlocks(sequence, block, words_of([key]))
+                message = Name(sequence, block, words_of([key]))
                 books.keep(message)
                 self.follow(message)
                 self.kept.add(key)
@@ -229,7 +227,7 @@ class MirrorMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
         gone = data.draw(st.lists(st.sampled_from(self.idle_keys()), min_size=1, unique=True))
-        message = ForgetBlocks(words_of(gone))
+        message = Forget(words_of(gone))
         self.owner.books.forget(message)
         self.follow(message)
         self.kept.difference_update(gone)
@@ -260,7 +258,7 @@ class MirrorMachine(RuleBasedStateMachine):
         num_tokens = data.draw(st.integers(least, ends[last - 1]))
         self.next_id += 1
         sequence, reserved = self.next_id, num_tokens + more
-        if self.change(ResumeSequence(sequence, reserved, num_tokens, words_of(keys), *gap)):
+        if self.change(Open(sequence, reserved, num_tokens, words_of(keys), *gap)):
             self.tokens[sequence], self.reserved[sequence] = chain[:num_tokens], reserved
             if gap[1]:
                 self.unprotected.add(sequence)
@@ -283,7 +281,7 @@ class MirrorMachine(RuleBasedStateMachine):
         if len(tokens) % KV.block_size == 0 or key in self.kept or sequence in self.behind:
             return
         if not is_kept:
-            message = CloseSequence(sequence, tail=key.hex())
+            message = Close(sequence, tail=key.hex())
             books.close(message)
             self.follow(message)
             self.kept.add(key)
@@ -368,7 +366,7 @@ class MirrorMachine(RuleBasedStateMachine):
         except CapacityError:  # others share what it would leave
             assert snapshot(self.store) == before
             return
-        self.follow(TruncateSequence(sequence, kept))
+        self.follow(Truncate(sequence, kept))
         self.behind.pop(sequence, None)
         self.tokens[sequence] = self.tokens[sequence][:kept]
         self.note(sequence)
@@ -395,7 +393,7 @@ class MirrorMachine(RuleBasedStateMachine):
     @rule(data=st.data(), more=st.integers(0, 6))
     def extend(self, data: st.DataObject, more: int) -> None:
         sequence = data.draw(st.sampled_from(list(self.tokens)))
-        if self.change(ExtendSequence(sequence, self.reserved[sequence] + more)):
+        if self.change(Extend(sequence, self.reserved[sequence] + more)):
             self.reserved[sequence] += more
         less = partial(self.store.extend, sequence, self.reserved[sequence] - 1)
         refuses_unchanged(self.store, ProtocolError, less)
@@ -408,8 +406,8 @@ class MirrorMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.at_rest()))
-        self.owner.books.close(CloseSequence(sequence))
-        self.follow(CloseSequence(sequence))
+        self.owner.books.close(Close(sequence))
+        self.follow(Close(sequence))
         self.gone(sequence)
         refuses_unchanged(self.store, ProtocolError, lambda: self.store.close(sequence))
 

@@ -17,9 +17,9 @@ from fastdecode.wire.blocks import ChunkForm, ExportSequence, KVSource, Pull, Pu
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import (
     Accepted,
-    CloseSequence,
+    Close,
     FromRWorker,
-    OpenSequence,
+    Open,
     ToRWorker,
     Welcome,
 )
@@ -134,10 +134,10 @@ class Host:
         return told
 
     def open(self, sequence: int, num_tokens: int) -> None:
-        assert self.ask(OpenSequence(sequence, num_tokens)) == Accepted(sequence)
+        assert self.ask(Open(sequence, num_tokens)) == Accepted(sequence)
 
     def close(self, sequence: int) -> None:
-        self.tell(CloseSequence(sequence))
+        self.tell(Close(sequence))
 
     def fill(self, sequence: int, num_tokens: int, seed: int, first_token: int = 0) -> None:
         """A sequence whose tokens are known by ``seed``; or some of its tokens and heads."""

@@ -18,7 +18,7 @@ from fastdecode.core.holders import KVSource
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.sequence import Request
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire.blocks import Fetching, ResumeSequence, Stocked
+from fastdecode.wire.blocks import Inventory, Open, Progress
 from fastdecode.wire.codec import KINDS
 from fastdecode.wire.messages import Hello
 from fastdecode.wire.traits import OWNERS, Message
@@ -69,9 +69,9 @@ _TOGETHER: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
         "outlives": st.just(False),
         "resumes": st.just(False),
     },
-    ResumeSequence: {"gap_start": st.integers(0, 9), "gap_stop": st.integers(10, 1 << 23)},
-    Fetching: {"num_there": st.integers(1, 9), "num_layers": st.integers(10, 4096)},
-    Stocked: {
+    Open: {"gap_start": st.integers(0, 9), "gap_stop": st.integers(10, 1 << 23)},
+    Progress: {"num_there": st.integers(1, 9), "num_layers": st.integers(10, 4096)},
+    Inventory: {
         "keys": st.just(np.ones((3, 2), np.int64)),
         "num_tokens": arrays_of(np.int32, 3, elements=st.integers(1, 1 << 30)),
         "num_slots": st.integers(3, 1 << 24),

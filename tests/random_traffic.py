@@ -16,7 +16,7 @@ from examples import examples
 from fastdecode.core.sequence import CacheUse
 from fastdecode.schedule.cache.retention import LeastRecent, Policy, Retention
 from fastdecode.schedule.modes import make_scheduler
-from fastdecode.wire.blocks import Stocked, no_keys
+from fastdecode.wire.blocks import Inventory, no_keys
 
 POLICIES: dict[str, Policy] = {"retention": Retention(BLOCK_SIZE), "lru": LeastRecent()}
 Requests: TypeAlias = "list[tuple[int, tuple[int, ...], int]]"
@@ -91,7 +91,7 @@ def keeping(
     )
     harness = Harness(scheduler, [Store(count) for count in blocks], lanes)
     for holder in range(len(blocks) if slots else 0):
-        harness._tell(Stocked(holder, slots, no_keys(), np.zeros(0, np.int32), True))
+        harness._tell(Inventory(holder, slots, no_keys(), np.zeros(0, np.int32), True))
     return harness
 
 

@@ -21,7 +21,7 @@ from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
     Hello,
-    OpenSequence,
+    Open,
     Shutdown,
     Welcome,
 )
@@ -71,7 +71,7 @@ class Memory(MemoryCache):
         self.sink: ChunkSink = self
 
     def open(self, sequence: int, num_reserved: int) -> None:
-        assert self.books.reserve(OpenSequence(sequence, num_reserved)) == Accepted(sequence)
+        assert self.books.reserve(Open(sequence, num_reserved)) == Accepted(sequence)
 
     def source(self) -> ChunkSource:
         return self
@@ -113,7 +113,7 @@ class Worker:
         self.sink: ChunkSink = self.cache
 
     def open(self, sequence: int, num_reserved: int) -> None:
-        self.connection.send(OpenSequence(sequence, num_reserved))
+        self.connection.send(Open(sequence, num_reserved))
         assert self.connection.receive(WAIT_S) == Accepted(sequence)
 
     def source(self) -> ChunkSource:

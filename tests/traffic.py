@@ -19,22 +19,18 @@ from fastdecode.core.sequence import SHARED, CacheUse, Request, SamplingParams, 
 from fastdecode.core.spec import first_seen
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.events import (
+    Ask,
     Came,
     Cancelled,
-    Close,
     Drawn,
     Event,
-    Extend,
     Fail,
     Finish,
-    Fork,
     Instruction,
     LaneIdle,
     LaneReady,
     Lost,
-    Open,
     Opened,
-    Resume,
     Run,
     StepDone,
     Submitted,
@@ -43,11 +39,14 @@ from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.life.sequences import SequenceState
 from fastdecode.schedule.plan import Chunk, Send
 from fastdecode.wire.blocks import (
-    FetchBlocks,
-    Fetching,
-    ForgetBlocks,
-    KeepBlocks,
-    Moved,
+    Close,
+    Done,
+    Extend,
+    Fetch,
+    Forget,
+    Name,
+    Open,
+    Progress,
     keys_of,
     words_of,
 )
@@ -68,24 +67,24 @@ class Moves:
         return len(self.under_way)
 
     def begin(self, order: Send, store: Store) -> None:
-        is_fetch = isinstance(order.message, FetchBlocks)
+        is_fetch = isinstance(order.message, Fetch)
         blocks = store.begin_move(keys_of(order.message.keys), is_fetch=is_fetch)
         self.under_way.append((order, blocks))
 
-    def next(self, stores: Seq[Store]) -> Fetching | Moved | None:
+    def next(self, stores: Seq[Store]) -> Progress | Done | None:
         """Let the oldest message arrive, or come half of the way, if there is one."""
         if not self.under_way:
             return None
         order, blocks = self.under_way[0]
-        is_fetch, job = isinstance(order.message, FetchBlocks), order.message.job
+        is_fetch, job = isinstance(order.message, Fetch), order.message.job
         keys = keys_of(order.message.keys)
         if is_fetch and self.tell():
-            return Fetching(order.holder, job, 1, 2, 0.5)
+            return Progress(order.holder, job, 1, 2, 0.5)
         self.under_way.pop(0)
         failed = {key for key in keys if self.fail()}
         failed = stores[order.holder].end_move(keys, blocks, is_fetch=is_fetch, failed=failed)
         self.num_fetched += (len(keys) - len(failed)) * is_fetch
-        return Moved(order.holder, job, words_of(sorted(failed)), 1, 1.0)
+        return Done(order.holder, job, words_of(sorted(failed)), 1, 1.0)
 
     def lose(self, worker: int) -> None:
         self.under_way = [move for move in self.under_way if move[0].holder != worker]
@@ -351,8 +350,8 @@ class Harness:
         left: list[Instruction] = []
         for instruction in instructions:
             match instruction:
-                case Close():
-                    self._close(instruction)
+                case Ask(part, Close(tail=tail)):
+                    self._close(part, tail)
                 case Finish():
                     sequence = instruction.sequence
                     assert sequence.num_generated == self.length_of[sequence.sequence_id]
@@ -368,21 +367,19 @@ class Harness:
                             del self.live[sequence.sequence_id]
                 case Run():
                     left.append(instruction)
-                case Extend():
+                case Ask(part, Extend(num_reserved_tokens=num_tokens)):
                     assert lane is not None
-                    self.stores[instruction.part.holder].extend(
-                        instruction.part.part_id, instruction.part.num_tokens
-                    )
-                    self.unanswered.append(instruction.part)
-                case Send(holder, KeepBlocks(sequence_id, first_block, keys)):
+                    self.stores[part.holder].extend(part.part_id, num_tokens)
+                    self.unanswered.append(part)
+                case Send(holder, Name(sequence_id, first_block, keys)):
                     self.stores[holder].keep(sequence_id, first_block, keys_of(keys))
-                case Send(holder, ForgetBlocks(keys, is_below)):
+                case Send(holder, Forget(keys, is_below)):
                     store = self.stores[holder]
                     (store.drop if is_below else store.forget)(keys_of(keys))
                 case Send():
                     self.moves.begin(instruction, self.stores[instruction.holder])
-                case Open() | Fork() | Resume():
-                    self._open(instruction)
+                case Ask(part, Open() as message):
+                    self._open(part, message)
                     left.append(instruction)
         self.lifecycle.check_invariants()
         self._check_free_blocks()
@@ -421,8 +418,7 @@ class Harness:
         known.token_ids = [*sequence.token_ids[:-1], token]
         return contexts_of(known)
 
-    def _open(self, instruction: Open | Fork | Resume) -> None:
-        part = instruction.part
+    def _open(self, part: Part, message: Open) -> None:
         (sequence,) = [
             s for s in self.live.values() if s.residence is not None and part in s.residence.parts
         ]
@@ -433,28 +429,26 @@ class Harness:
         self.stepped.discard(sequence.sequence_id)
         assert part.holder not in self.lost
         store = self.stores[part.holder]
-        if isinstance(instruction, Fork):
-            assert instruction.parent.holder == part.holder
-            parent_id, num_shared = instruction.parent.part_id, instruction.num_shared_tokens
-            store.fork(parent_id, part.part_id, num_shared, part.num_tokens)
+        if message.keys is not None:
+            keys, gap = keys_of(message.keys), range(message.gap_start, message.gap_stop)
+            store.resume(part, keys, message.num_tokens, gap)
+            self.num_resumed_tokens += message.num_tokens - len(gap)
+            self.num_gaps += len(gap) > 0
+        elif message.num_tokens:
+            store.fork(message.parent_id, part.part_id, message.num_tokens, part.num_tokens)
             self.has_forks = True
-        elif isinstance(instruction, Resume):
-            store.resume(part, instruction.keys, instruction.num_tokens, instruction.gap)
-            self.num_resumed_tokens += instruction.num_tokens - len(instruction.gap)
-            self.num_gaps += len(instruction.gap) > 0
         else:
             store.open(part.part_id, part.num_tokens)
         self.unanswered.append(part)
 
-    def _close(self, close: Close) -> None:
-        part = close.part
+    def _close(self, part: Part, tail: str) -> None:
         del self._owners[part.part_id]
         assert part.holder not in self.lost and part not in self.unanswered
-        self.stores[part.holder].close(part.part_id, close.tail)
+        self.stores[part.holder].close(part.part_id, bytes.fromhex(tail) or None)
 
     def _check_order(self, opened: list[Instruction]) -> None:
         """First come, first served."""
-        parts = [x.part.part_id for x in opened if isinstance(x, (Open, Fork, Resume))]
+        parts = [x.part.part_id for x in opened if isinstance(x, Ask)]
         started = [self._owners[part_id] for part_id in parts]
         lives = self.lifecycle.sequences
         waiting = [

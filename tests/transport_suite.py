@@ -15,9 +15,9 @@ from fastdecode.core.errors import WorkerError
 from fastdecode.wire.messages import (
     Accepted,
     Attend,
-    CloseSequence,
+    Close,
     FromRWorker,
-    OpenSequence,
+    Open,
     ToRWorker,
 )
 from fastdecode.wire.transport import CLOSED, TIMEOUT, Hub
@@ -72,7 +72,7 @@ class TransportSuite:
         connection, peer = s.hub.connections[0], s.peers[0]
         sent: list[ToRWorker] = []
         for step in range(20):
-            sent += [OpenSequence(step, 1), attend((1, 200, 5, 700)[step % 4], step=step)]
+            sent += [Open(step, 1), attend((1, 200, 5, 700)[step % 4], step=step)]
         peer.start("hold", len(sent))
         for message in sent:
             connection.send(message)
@@ -146,13 +146,13 @@ class TransportSuite:
         for _ in range(2):
             assert code_of(lambda: connection.receive(WAIT_S), s.names[0]) == CLOSED
             assert code_of(connection.poll, s.names[0]) == CLOSED
-            assert code_of(lambda: connection.send(CloseSequence(1)), s.names[0]) == CLOSED
+            assert code_of(lambda: connection.send(Close(1)), s.names[0]) == CLOSED
 
     def test_the_s_worker_may_close_too(self, star: MakeStar) -> None:
         s = star(1)
-        s.hub.connections[0].send(OpenSequence(1, 2))
+        s.hub.connections[0].send(Open(1, 2))
         s.hub.connections[0].close()
-        assert s.peers[0].receive(WAIT_S) == OpenSequence(1, 2)
+        assert s.peers[0].receive(WAIT_S) == Open(1, 2)
         assert code_of(lambda: s.peers[0].receive(WAIT_S), "S-worker") == CLOSED
 
     def test_own_closing_ends_everything_at_once(self, star: MakeStar) -> None:
@@ -163,7 +163,7 @@ class TransportSuite:
         connection.close()
         assert code_of(lambda: connection.receive(None), "closed on this side") == CLOSED
         assert code_of(connection.poll, "closed on this side") == CLOSED
-        assert code_of(lambda: connection.send(CloseSequence(1)), "closed on this side") == CLOSED
+        assert code_of(lambda: connection.send(Close(1)), "closed on this side") == CLOSED
 
     @pytest.mark.parametrize("who", ["peer", "another thread of this side"])
     def test_closing_wakes_the_one_who_waits(self, star: MakeStar, who: str) -> None:

@@ -1,5 +1,4 @@
-"""The whole question, answered: a model on GPUs, requests, an SLO. As text, JSON, or a placement
-file."""
+"""Answer to a question of goodput (a model, GPUs, requests, an SLO): text, JSON, placement file."""
 
 from __future__ import annotations
 
@@ -105,11 +104,7 @@ def hardware_text(plan: PlacementPlan) -> str:
 
 
 def answer(question: Question, progress: Callable[[str], object] = lambda _: None) -> Answer:
-    """Search both ways.
-
-    Raises:
-        ConfigError: If the model fits on no instance.
-    """
+    """Search both ways. Raises ConfigError: If the model fits on no instance."""
     hardware = question.hardware
     search = Search(question, progress)
     if not search.degrees():

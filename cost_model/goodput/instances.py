@@ -140,14 +140,10 @@ class DecodeInstance:
     """Runs steps of all that decode, and parts of prompts in them, as the engine does. Between two
     changes of the batch, many steps are one event.
 
-    Prompts start in order, once there is capacity for all that their requests will cache. If
-    R-workers do not open at once, a request that starts joins the step after the next, unless
-    nothing runs.
-
-    Args:
-        done: Called with a request that has sampled its last token.
-        first: Called with a request whose first token is sampled here. Returns how many follow.
-        step_tokens: Most prompt tokens of a step.
+    Prompts start in order, once there is capacity for all that their requests will cache, at most
+    ``step_tokens`` a step. If R-workers do not open at once, a request that starts joins the step
+    after the next, unless nothing runs. ``first`` gets a request whose first token is sampled here,
+    and returns how many follow; ``done`` gets one that has sampled its last.
     """
 
     def __init__(

@@ -104,10 +104,6 @@ class InstanceHardware:
             pairs = (Pair(cross, *two) for two in product(cut, cut))
             yield from (pair for pair in pairs if pair.num_gpus <= most)
 
-    @property
-    def token_bytes(self) -> float:
-        return self.setup.costs.kv_bytes
-
     def system(self, tp: int) -> System:
         if tp not in self._systems:
             self._systems[tp] = replace(self.setup, num_gpus=tp).system()
@@ -136,7 +132,7 @@ class InstanceHardware:
         ports."""
         times = self._times(degrees, 1, self.setup.num_nics)
         capacity_bytes = self.system(degrees.tp).r.capacity_bytes
-        buffer_tokens = max(1, int(capacity_bytes / self.token_bytes))
+        buffer_tokens = max(1, int(capacity_bytes / self.setup.costs.kv_bytes))
         return PrefillSpec(times, batch_tokens(times, self.mean_prompt), buffer_tokens)
 
     def _times(self, degrees: Degrees, sockets: int, num_ports: float) -> InstanceTime:
@@ -155,7 +151,7 @@ class InstanceHardware:
         most = int(self._free_bytes(degrees) / self.setup.costs.peak_activation_bytes) * degrees.pp
         return DecodeSpec(
             self._times(degrees, sockets, hosts),
-            max(1, int(self._kv_bytes(degrees, sockets) / self.token_bytes)),
+            max(1, int(self._kv_bytes(degrees, sockets) / self.setup.costs.kv_bytes)),
             max(1, min(most, system.s.max_batch or most)),
             opens_at_once=False,
         )
@@ -167,7 +163,7 @@ class InstanceHardware:
 
     def fits_on_device(self, degrees: Degrees) -> bool:
         """True if K and V of the longest request fit beside the weights."""
-        longest = self.setup.workload.peak_context_tokens * self.token_bytes
+        longest = self.setup.workload.peak_context_tokens * self.setup.costs.kv_bytes
         can_run = self.can_run(degrees.tp, degrees.pp, 0)
         return can_run and self._kv_bytes(degrees, 0) >= longest
 

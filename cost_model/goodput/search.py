@@ -55,7 +55,7 @@ class Question:
     described: str = ""
 
     def cost(self, gpus: int, sockets: int) -> tuple[float, float]:
-        """Return what is to be least, and then what is."""
+        """Return what to minimise, the more important first."""
         price = self.price(gpus, sockets)
         return (gpus, price) if self.objective == "gpu" else (price, gpus)
 
@@ -262,12 +262,8 @@ class Search:
     def choose(
         self, kind: Kind, whats: Sequence[What], sockets_per_node: int | None = None
     ) -> Chosen | None:
-        """Return the cheapest, with K and V on GPUs or on R-workers, and set ``limits``.
-
-        Args:
-            sockets_per_node: Sockets that a node's instances share by their GPUs. None if an
-                instance may have as many as there are.
-        """
+        """Return the cheapest, with K and V on GPUs or on R-workers, and set ``limits``. A node's
+        instances share ``sockets_per_node`` by their GPUs. With None each may have any number."""
         best = self.cheapest(kind, self._with_sockets(whats, sockets_per_node))
         if best is not None:
             tried = {sockets for _, sockets in self._with_sockets([best.what], sockets_per_node)}

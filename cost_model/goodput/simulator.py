@@ -101,11 +101,17 @@ class _Request:
 
 
 class _Cluster:
-    def __init__(self, prefill: Sequence[PrefillSpec], decode: Sequence[DecodeSpec]) -> None:
+    """Instances for each phase, or for both: these run ``step_tokens`` of prompts in a step."""
+
+    def __init__(
+        self, prefill: Sequence[PrefillSpec], decode: Sequence[DecodeSpec], step_tokens: int = 0
+    ) -> None:
         self.clock = VirtualClock()
         self.requests: dict[int, _Request] = {}
         self.prefill = [PrefillInstance(self.clock, spec, self._prefilled) for spec in prefill]
-        self.decode = [DecodeInstance(self.clock, spec, self._decoded) for spec in decode]
+        callbacks = self._decoded, self._sampled_first
+        self.decode = [DecodeInstance(self.clock, x, *callbacks, step_tokens) for x in decode]
+        self._are_for_both = step_tokens > 0
         self._decoding: dict[int, int] = {}
         self._opens_at_once = [spec.opens_at_once for spec in decode]
         self._out = [TransferPort(spec.times.times) for spec in prefill]
@@ -117,6 +123,9 @@ class _Cluster:
 
     def arrive(self, job: DispatchJob) -> None:
         """Take a request whose prompt an instance runs, or whose prompt is finished."""
+        if self._are_for_both:
+            min(self.decode, key=lambda instance: instance.fullness).put(job)
+            return
         if self.prefill:
             self._assign(self._dispatcher.arrived(job))
             return
@@ -164,11 +173,21 @@ class _Cluster:
             self.prefill[request.instance].release(job)
         self.decode[instance].join(job, request.output_tokens - 1)
 
+    def _sampled_first(self, job: DispatchJob) -> int:
+        request = self.requests[job.job_id]
+        request.first_s = request.ended_s = self.clock.now
+        return request.output_tokens - 1
+
     def _decoded(self, job: DispatchJob) -> None:
         self.requests[job.job_id].ended_s = self.clock.now
-        self._assign(self._dispatcher.decoded(job, self._decoding.pop(job.job_id)))
+        if not self._are_for_both:
+            self._assign(self._dispatcher.decoded(job, self._decoding.pop(job.job_id)))
 
-    def run(self) -> GoodputRun:
+    def run(self, requests: Sequence[tuple[float, int, int]]) -> GoodputRun:
+        for number, (arrived_s, prompt, output) in enumerate(requests):
+            self.requests[number] = _Request(arrived_s, output)
+            job = DispatchJob(number, prompt, prompt + output)
+            self.clock.at(arrived_s, partial(self.arrive, job))
         self.clock.run()
         total_s = max(self.clock.now, 1e-12)
         return GoodputRun(
@@ -187,17 +206,9 @@ def simulate(
     decode: Sequence[DecodeSpec],
 ) -> GoodputRun:
     """Run both phases, or one by itself. Without prefill instances a prompt is finished when it
-    arrives. Without decode instances a request ends with its first token.
-
-    Args:
-        requests: Seconds of arrival, prompt and output tokens, by arrival.
-    """
-    cluster = _Cluster(prefill, decode)
-    for number, (arrived_s, prompt, output) in enumerate(requests):
-        cluster.requests[number] = _Request(arrived_s, output)
-        job = DispatchJob(number, prompt, prompt + output)
-        cluster.clock.at(arrived_s, partial(cluster.arrive, job))
-    return cluster.run()
+    arrives. Without decode instances a request ends with its first token. ``requests`` are seconds
+    of arrival, prompt and output tokens, by arrival."""
+    return _Cluster(prefill, decode).run(requests)
 
 
 def simulate_colocated(
@@ -206,28 +217,7 @@ def simulate_colocated(
     """Run instances for both phases. A request goes to the one with the least KV that is reserved,
     or wanted by the requests that wait there. ``Dispatcher`` does so while there is capacity;
     without, it keeps requests, or has prompts run alone."""
-    clock = VirtualClock()
-    known: dict[int, _Request] = {}
-
-    def first(job: DispatchJob) -> int:
-        request = known[job.job_id]
-        request.first_s = request.ended_s = clock.now
-        return request.output_tokens - 1
-
-    def done(job: DispatchJob) -> None:
-        known[job.job_id].ended_s = clock.now
-
-    def arrive(job: DispatchJob) -> None:
-        min(engines, key=lambda engine: engine.fullness).put(job)
-
-    engines = [DecodeInstance(clock, spec, done, first, step_tokens) for spec in instances]
-    for number, (arrived_s, prompt, output) in enumerate(requests):
-        known[number] = _Request(arrived_s, output)
-        clock.at(arrived_s, partial(arrive, DispatchJob(number, prompt, prompt + output)))
-    clock.run()
-    total_s = max(clock.now, 1e-12)
-    busy = [each.busy_s / total_s for each in engines]
-    return GoodputRun([each.times() for each in known.values()], total_s, [], busy)
+    return _Cluster([], instances, step_tokens).run(requests)
 
 
 @dataclass(frozen=True)
@@ -257,12 +247,8 @@ def greatest_rate(
     most: float,
     top: float | None = None,
 ) -> float:
-    """Return requests per second to 2 %, at most ``most``. 0 if no rate keeps the SLO.
-
-    Args:
-        top: Rates to try are this, and 2 % apart below it, so that rates of several instances
-            can be compared. None for ``most``.
-    """
+    """Return requests per second to 2 %, at most ``most``. 0 if no rate keeps the SLO. ``top`` and
+    rates 2 % apart below it are tried, so that those of several instances can be compared."""
     top = most if top is None else top
     step = 1 + PRECISION
 

@@ -1,4 +1,4 @@
-"""What a plan is made for: arrivals and lengths, fitted to a trace and drawn again, or given.
+"""Requests of a plan: arrivals and lengths, fitted to a trace and drawn again, or given.
 
 Arrivals are a rate and a coefficient of variation of the gaps (gamma; 1 is Poisson). Lengths are
 drawn jointly, a request's prompt with its answer: long prompts often have short answers, and KV is
@@ -27,11 +27,7 @@ MIN_REQUESTS = 300
 
 
 def unit_gaps(num_gaps: int, cv: float, seed: int) -> np.ndarray:
-    """Draw gamma gaps of mean 1.
-
-    Args:
-        cv: Coefficient of variation. 1 is Poisson, 0 is a clock, above 1 bursts.
-    """
+    """Draw gamma gaps of mean 1. A coefficient of variation of 1 is Poisson, 0 is a clock."""
     if cv == 0.0:
         return np.ones(num_gaps)
     shape = 1.0 / (cv * cv)
@@ -45,11 +41,8 @@ class Draw:
     lengths: tuple[tuple[int, int], ...]
 
     def at(self, rate: float, num_requests: int | None = None) -> list[tuple[float, int, int]]:
-        """Return seconds of arrival, prompt and output tokens, by arrival.
-
-        Args:
-            num_requests: None for as many as were drawn. More repeat the draw.
-        """
+        """Return seconds of arrival, prompt and output tokens, by arrival. More requests than were
+        drawn repeat the draw."""
         num = len(self.gaps) if num_requests is None else num_requests
         # Where the draw begins again, there is a gap, too.
         gaps = np.resize(np.array((*self.gaps[1:], 1.0)), max(0, num - 1))
@@ -87,7 +80,7 @@ def fit_trace(trace: RequestTrace) -> Fit:
     if mean_s > 0:
         rate, cv = 1 / mean_s, min(MAX_CV, float(gaps.std() / mean_s))
     else:
-        warnings.append("the requests arrive all at once: give --rate")
+        warnings.append("all requests arrive at once: give --rate")
     prompt, output = np.mean(lengths_of(trace), axis=0).tolist()
     return Fit(num, rate, cv, prompt, output, tuple(warnings))
 
@@ -100,9 +93,7 @@ def drawn_from(pairs: Sequence[tuple[int, int]], cv: float, num_requests: int, s
 def replayed(trace: RequestTrace) -> Draw:
     gaps = np.diff([request.arrival for request in trace.requests])
     if not len(gaps) or gaps.mean() <= 0:
-        raise ConfigError(
-            Given("replay"), ": the trace's requests arrive all at once; leave it out"
-        )
+        raise ConfigError(Given("replay"), ": all requests of the trace arrive at once. Remove it")
     return Draw((0.0, *(gaps / gaps.mean()).tolist()), tuple(lengths_of(trace)))
 
 
@@ -129,7 +120,7 @@ class Lengths:
         if not known or not 1 <= parts[0] <= 1e7 or not 0 <= parts[-1] * bool(colon) <= 5:
             raise ConfigError(
                 Given(option, text),
-                " is no length: give tokens like 512, or lognormal:512,0.8 (mean, and standard "
+                " is not a length: give tokens like 512, or lognormal:512,0.8 (mean, and standard "
                 f"deviation of the logarithms up to {MAX_LOG_SPREAD:g})",
             )
         return cls(parts[0], parts[1] if colon else 0.0)

@@ -92,7 +92,7 @@ def arrange(
     """Find what each way to use the GPUs and sockets at hand gives: systems side by side, stages,
     GPUs that share every layer. ``setup`` is one GPU's, ``by`` one of ``SORTS``."""
     if goal.max_sockets is None:
-        raise ConfigError("how many CPU sockets are there? Give ", Given("max_sockets"))
+        raise ConfigError("the number of CPU sockets is missing. Give ", Given("max_sockets"))
     found, left_out = [], {}
     workers = [num_gpus]
     if setup.is_without_gpu:  # between which the sockets are shared out evenly

@@ -1,5 +1,4 @@
-"""What a plan must satisfy, one constraint at a time: each with the fewest
-sockets that satisfy it alone."""
+"""Constraints of a plan, each with the fewest sockets that satisfy it alone."""
 
 from __future__ import annotations
 

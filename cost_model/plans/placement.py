@@ -39,8 +39,8 @@ class GpuOnly:
     tpot_s: float
     tokens_per_s: float
     limit: str
-    """What keeps the batch from growing: memory, latency, ``--batch``, gain (more sequences add
-    little), or that nothing larger was measured."""
+    """Limit of the batch: memory, latency, ``--batch``, gain (more sequences add little), or that
+    nothing larger was measured."""
     kv_room_bytes: float
 
 
@@ -68,10 +68,8 @@ def best_gpu_only(
 ) -> GpuOnly | None:
     """Find the largest batch that fits and keeps the promise. None if one sequence does not.
 
-    Args:
-        most_sequences: Sequences that may run at once. None if as many may as fit.
-        least_gain: The batch ends where the largest gives no more than this part more tokens/s:
-            for a CPU, whose memory holds far more sequences than its cores keep up with.
+    The batch ends where the largest gives no more than ``least_gain`` more tokens/s: for a CPU,
+    whose memory holds far more sequences than its cores keep up with.
     """
 
     def fits(batch: int) -> bool:
@@ -129,24 +127,15 @@ def best_hybrid(
     most_sequences: int | None = None,
     part: float = MOST_OF_GAIN,
 ) -> Hybrid:
-    """Find the fewest sequences on R-workers that give nearly all that any number would, beside
-    the number on the GPU that gives the most.
-
-    Args:
-        sockets: R-workers at hand. Fewer are used where more only add messages.
-        most_sequences: Sequences on both sides at once. None for as many as fit.
-        part: Part of what R-workers can add that must be reached.
-    """
-    nothing = Hybrid(
-        "gpu-only", alone.batch, 0, sockets, alone.tpot_s, None, tokens_per_s=alone.tokens_per_s
-    )
-    plans = [
-        plan
-        for plan in _plans(system, alone, sockets, step_limit_s, most_sequences or sys.maxsize)
-        if plan.tokens_per_s > alone.tokens_per_s
-    ]
-    most = max((plan.tokens_per_s for plan in plans), default=0.0) - alone.tokens_per_s
-    enough = (p for p in plans if p.tokens_per_s - alone.tokens_per_s >= part * most)
+    """Find the fewest sequences on R-workers that give ``part`` of what any number would add,
+    beside the number on the GPU that gives the most. Fewer of the ``sockets`` are used where more
+    only add messages."""
+    rate = alone.tokens_per_s
+    nothing = Hybrid("gpu-only", alone.batch, 0, sockets, alone.tpot_s, None, rate)
+    every = _plans(system, alone, sockets, step_limit_s, most_sequences or sys.maxsize)
+    plans = [plan for plan in every if plan.tokens_per_s > rate]
+    most = max((plan.tokens_per_s for plan in plans), default=0.0) - rate
+    enough = (plan for plan in plans if plan.tokens_per_s - rate >= part * most)
     return min(enough, key=lambda plan: (plan.away, -plan.tokens_per_s), default=nothing)
 
 

@@ -1,4 +1,4 @@
-"""What a planner asks: a model, hardware, a workload, and promises to keep. Checked once, here."""
+"""The planner's question: a model, hardware, a workload, and promises to keep. Checked here."""
 
 from __future__ import annotations
 
@@ -66,17 +66,13 @@ class Setup:
     def __post_init__(self) -> None:
         check_options(self)
         if self.spec.num_q_heads % self.num_gpus:
-            raise ConfigError(
-                Given("num_gpus", self.num_gpus),
-                f": the {self.spec.num_q_heads} query heads of {self.spec.name} can't be split "
-                "evenly over them; try "
-                f"{' or '.join(str(n) for n in split_counts(self.spec, self.num_gpus)[:2])}",
-            )
+            heads = f"the {self.spec.num_q_heads} query heads of {self.spec.name}"
+            few = " or ".join(map(str, split_counts(self.spec, self.num_gpus)[:2]))
+            why = f": {heads} can't be split evenly over them; try {few}"
+            raise ConfigError(Given("num_gpus", self.num_gpus), why)
         if isinstance(self.gpu, SProfile) and self.num_gpus != 1:
-            raise ConfigError(
-                Given("num_gpus"), " with a measured ", Given("gpu"),
-                " profile: the profile is of all the GPUs it was measured on",
-            )  # fmt: skip
+            why = " profile: the profile is of all the GPUs it was measured on"
+            raise ConfigError(Given("num_gpus"), " with a measured ", Given("gpu"), why)
         if self.workload.peak_context_tokens > self.spec.max_model_len:
             raise ConfigError(
                 f"{self.spec.name} serves at most {self.spec.max_model_len} tokens a sequence; "
@@ -122,15 +118,8 @@ class Setup:
         if self.is_without_gpu:  # a CPU attends as the R-workers' do
             read = costs.kv_layer_bytes / r.token_s
             s = replace(s, kv_read_bytes_per_s=read, host_link_bytes_per_s=None)
-        return System(
-            s=s,
-            r=r,
-            link=LinkModel.from_nic(nic) if isinstance(nic, Nic) else LinkModel.from_profile(nic),
-            num_nics=self.num_nics,
-            transport=self.transport,
-            costs=costs,
-            workload=self.workload,
-        )
+        link = LinkModel.from_nic(nic) if isinstance(nic, Nic) else LinkModel.from_profile(nic)
+        return System(s, r, link, self.num_nics, costs, self.workload, self.transport)
 
 
 def _requests(text: str) -> int:
@@ -140,9 +129,8 @@ def _requests(text: str) -> int:
     except ValueError:
         value = math.nan
     if not (value.is_integer() and value <= MAX_REQUESTS):
-        raise ValueError(
-            f"{text} is not a whole number from 1 to {MAX_REQUESTS}, such as 1000000 or 1e6"
-        )
+        limits = f"from 1 to {MAX_REQUESTS}, such as 1000000 or 1e6"
+        raise ValueError(f"{text} is not a whole number {limits}")
     return int(value)
 
 
@@ -194,13 +182,11 @@ class Goal:
         if self.batch is not None and self.lanes is not None and self.batch < self.lanes:
             raise ConfigError(batch, f" can't be split into {self.lanes} lanes")
         if self.users is not None and self.batch is not None:
-            raise ConfigError(
-                Given("users"), " says how many sequences run at once. Remove ", Given("batch")
-            )
+            words = " says how many sequences run at once. Remove "
+            raise ConfigError(Given("users"), words, Given("batch"))
         if self.think_s and self.users is None:
-            raise ConfigError(
-                Given("think_s"), " is what users take between requests. Give ", Given("users")
-            )
+            words = " is what users take between requests. Give "
+            raise ConfigError(Given("think_s"), words, Given("users"))
         if self.max_sockets is not None and self.survive >= self.max_sockets:
             raise ConfigError(Given("survive", self.survive), " leaves none of ", max_sockets)
 
@@ -229,10 +215,7 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, path: Path) -> Prices:
-        """
-        Raises:
-            ConfigError: If the file is missing, broken, or holds anything but prices above 0.
-        """
+        """Raises ConfigError: If the file is missing, broken, or holds no prices above 0."""
 
         def refuse(why: str) -> ConfigError:
             return ConfigError(Given("prices", str(path)), f" (TOML, or JSON by its suffix): {why}")

@@ -1,5 +1,4 @@
-"""A plan for people, as text, and for machines, as JSON. Every input has its value, where it comes
-from, and how far to trust it."""
+"""A plan as text and as JSON. Every input has its value, its source and its provenance."""
 
 from __future__ import annotations
 

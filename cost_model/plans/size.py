@@ -40,9 +40,8 @@ from cost_model.printing import counted, rate_text
 from fastdecode.core.measurement import RProfile
 
 _Placed: TypeAlias = StepPrediction | Hybrid | GpuOnly
-# Without prices: no market sells a server socket with its memory for less than
-# this part of a datacentre GPU.
 CHEAPEST_SOCKET = 0.05
+"""No market sells a server socket with its memory for less than this part of a datacentre GPU."""
 _WORTH_IT = 1.10
 """Times what the GPU alone gives."""
 _NEARLY = 1.02
@@ -63,14 +62,13 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Is it worth it, beside the same GPU on its own?"""
+    """The recommendation: to offload, or to use the GPU alone."""
 
     offload: bool
     gain: float
     """Tokens a second, relative to the GPU alone; inf if the GPU alone can't run it."""
     break_even_socket_price: float
-    """A socket may cost this part of a GPU before the GPU alone gives cheaper
-    tokens; not positive: never."""
+    """Part of a GPU that a socket may cost before the GPU alone is cheaper. Never if below 0."""
     reason: str
     rival: WhatIf | None
     """The strongest GPU alone, in FP8, if it gives as much as what is recommended."""
@@ -206,11 +204,8 @@ class Sizing:
 def size(
     setup: Setup, goal: Goal, hardware: Hardware | None = None, prices: Prices | None = None
 ) -> Sizing:
-    """Find the plan, and what surrounds it: the GPU alone, both sides, what-ifs, costs.
-
-    Raises:
-        ConfigError: If a profile doesn't fit the model, or a price is missing.
-    """
+    """Find the plan, and what surrounds it: the GPU alone, both sides, what-ifs, costs. Raises
+    ConfigError: If a profile doesn't fit the model, or a price is missing."""
     sizing = _size(setup, goal, hardware, prices)
     headline, users = sizing.headline, goal.users
     while headline is not None and users is not None:
@@ -245,18 +240,7 @@ def _size(setup: Setup, goal: Goal, hardware: Hardware | None, prices: Prices | 
         if goal.max_sockets is not None:
             sockets, part = search.most_sockets, 1.0 / (1.0 + goal.gain)
         both = best_hybrid(system, gpu_only, sockets, limit_s, most_sequences=goal.batch, part=part)
-    sizing = Sizing(
-        setup=setup,
-        goal=goal,
-        system=system,
-        feasible=feasible,
-        plan=plan,
-        in_the_way=in_the_way,
-        nearest=nearest,
-        gpu_only=gpu_only,
-        hybrid=both,
-        most_tokens_per_s=most,
-    )
+    sizing = Sizing(setup, goal, system, feasible, plan, in_the_way, nearest, gpu_only, both, most)
     if plan is not None:
         rivals = tuple(_rivals(setup, goal))
         sizing = replace(
@@ -360,11 +344,8 @@ def _gpus_alone(setup: Setup, goal: Goal, how: str) -> WhatIf:
 
 
 def _verdict(sizing: Sizing, fp8: WhatIf | None, prices: Prices | None) -> Verdict | None:
-    """Compare the better one of R-workers alone and both sides with the GPU alone.
-
-    Returns:
-        None if nothing keeps the promises.
-    """
+    """Compare the better one of R-workers alone and both sides with the GPU alone. None if nothing
+    keeps the promises."""
     setup, gpu_only, gpu = sizing.setup, sizing.gpu_only, sizing.setup.s_part_word
     offered = sizing.preferred(x for x in sizing.headlines if x.kv_placement != "gpu")
     if gpu_only is None:

@@ -7,8 +7,9 @@ import argparse
 import json
 import os
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cost_model.numbers import at_most
 from fastdecode.cli.options import (
@@ -25,11 +26,6 @@ from fastdecode.core.files import write_json
 from fastdecode.core.measurement import RProfile, SProfile
 from fastdecode.measure.serving import KEY_VARIABLE, TIMEOUT_S
 
-if TYPE_CHECKING:
-    from cost_model.goodput.slo import Slo
-    from fastdecode.measure.serving.client import Endpoint
-    from fastdecode.measure.serving.load import Load, Planned
-
 EXIT_OFF = 1
 
 
@@ -38,7 +34,7 @@ class Server:
     base_url: str = option(REQUIRED, "http://HOST:PORT", metavar="URL")
     model: str | None = option(None, "default: the first that is served", metavar="NAME")
     timeout_s: float = option(
-        TIMEOUT_S, "a request that takes longer is given up, an error", low=0.1, high=1e6, unit="s"
+        TIMEOUT_S, "a request that takes longer counts as an error", low=0.1, high=1e6, unit="s"
     )
     json: Path | None = option(None, "write the figures there")
 
@@ -47,9 +43,9 @@ class Server:
 class Goodput:
     slo: str | None = option(None, "such as ttft=400ms,tpot=40ms", metavar="LIMITS")
     attainment: float = option(
-        0.9, "part of the requests that is to keep the SLO", low=0, high=1, metavar="A"
+        0.9, "part of the requests that must keep the SLO", low=0, high=1, metavar="A"
     )
-    find_goodput: bool = switch("look for the greatest rate at which it does, beginning at --rate")
+    find_goodput: bool = switch("search the greatest rate at which it does, from --rate")
 
 
 def add_bench_serve(parser: argparse.ArgumentParser) -> None:
@@ -69,10 +65,10 @@ def run_bench_serve(args: argparse.Namespace) -> int:
     import asyncio
 
     with imports_for("fastdecode bench-serve"):
-        from fastdecode.measure.serving.client import Endpoint
+        from fastdecode.measure.serving.client import Endpoint, run_closed, run_open
     from cost_model.goodput.slo import Slo
-    from fastdecode.measure.serving.load import Load
-    from fastdecode.measure.serving.report import told
+    from fastdecode.measure.serving.load import Load, Planned, closed
+    from fastdecode.measure.serving.report import find_goodput, report, told
 
     server, load = read_options(args, Server), read_options(args, Load)
     goodput = read_options(args, Goodput)
@@ -81,21 +77,6 @@ def run_bench_serve(args: argparse.Namespace) -> int:
     slo = None if goodput.slo is None else Slo.parse(goodput.slo, needs_both=False)
     endpoint = Endpoint(server.base_url, os.environ.get(KEY_VARIABLE), server.timeout_s)
     model = asyncio.run(endpoint.model(server.model))
-    figures = _measured(load, goodput, endpoint, model, slo)
-    print(told(figures), flush=True)
-    if server.json is not None:
-        write_json(server.json, figures, "figures")
-    return EXIT_SOME_FAILED if figures["errors"] else 0
-
-
-def _measured(
-    load: Load, goodput: Goodput, endpoint: Endpoint, model: str, slo: Slo | None
-) -> dict[str, Any]:
-    import asyncio
-
-    from fastdecode.measure.serving.client import run_closed, run_open
-    from fastdecode.measure.serving.load import closed
-    from fastdecode.measure.serving.report import find_goodput, report
 
     def one_by_one(planned: list[Planned], num_clients: int) -> dict[str, Any]:
         return report(asyncio.run(run_closed(endpoint, model, planned, num_clients)), slo)
@@ -103,13 +84,19 @@ def _measured(
     def measure(rate: float | None) -> dict[str, Any]:
         return report(asyncio.run(run_open(endpoint, model, load.planned(rate))), slo)
 
-    if not goodput.find_goodput:
-        if load.rate is None and load.trace is None:
-            return one_by_one(load.planned(), load.concurrency or 1)
-        return measure(load.rate)
-    first, wanted = load.rate or 1.0, goodput.attainment
-    rate, figures = find_goodput(measure, lambda: one_by_one(closed(load), 1), first, wanted, tell)
-    return {**(figures or measure(first)), "greatest_rate": rate, "wanted_attainment": wanted}
+    if goodput.find_goodput:
+        first, wanted = load.rate or 1.0, goodput.attainment
+        alone = partial(one_by_one, closed(load), 1)
+        rate, found = find_goodput(measure, alone, first, wanted, tell)
+        figures = {**(found or measure(first)), "greatest_rate": rate, "wanted_attainment": wanted}
+    elif load.rate is None and load.trace is None:
+        figures = one_by_one(load.planned(), load.concurrency or 1)
+    else:
+        figures = measure(load.rate)
+    print(told(figures), flush=True)
+    if server.json is not None:
+        write_json(server.json, figures, "figures")
+    return EXIT_SOME_FAILED if figures["errors"] else 0
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,8 @@ def run_cache(args: argparse.Namespace) -> int:
     elif args.clear:
         print(f"{path}: {found.conversations} conversations cleared")
     else:
-        print(_verdict(found) if args.verify else "\n".join([*_lines(found), _verdict(found)]))
+        lines = _lines(found)
+        print(*(lines[-1:] if args.verify else lines), sep="\n")
     return EXIT_DAMAGED if found.damage and not args.clear else 0
 
 
@@ -99,7 +100,10 @@ def _block_lines(found: KeptBlocksOnDisk, *, was_verified: bool) -> list[str]:
 
 def _lines(found: Contents) -> list[str]:
     if found.is_held:
-        return [f"{found.path}: {found.num_bytes} bytes; a process uses it, look again afterwards"]
+        about = (
+            f"{found.path}: {found.num_bytes} bytes; a process uses it: try again once it has ended"
+        )
+        return [about, "not verified"]
     told = [
         f"{found.path}: {found.conversations} conversations, {found.turns} turns, "
         f"{found.tokens} tokens; {found.over} are over",
@@ -108,12 +112,4 @@ def _lines(found: Contents) -> list[str]:
     if found.last_active_s is not None:
         last = datetime.fromtimestamp(found.last_active_s).replace(microsecond=0)
         told.append(f"last turn {last.isoformat(sep=' ')}")
-    return told
-
-
-def _verdict(found: Contents) -> str:
-    if found.is_held:
-        return "not verified"
-    if found.damage:
-        return f"damaged, and not by a crash: {found.damage}"
-    return "whole"
+    return [*told, f"damaged, and not by a crash: {found.damage}" if found.damage else "whole"]

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 MAX_SIZES = 64
 LINK_BLOCK_SIZE = 16
-"""Tokens in a KV block while a link is measured. A sequence has few, so that many fit into
-little memory."""
+"""Tokens in a KV block while a link is measured: many short sequences fit into little memory."""
 _NAMED = "model directory, config.json, or a name that `size` knows"
 
 
@@ -121,7 +120,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 def run_calibrate_s(args: argparse.Namespace) -> int:
     from fastdecode.core.config.engine import EngineConfig
-    from fastdecode.core.measurement import ENOUGH, doubts
+    from fastdecode.core.measurement import ENOUGH
 
     asked = read_options(args, SMeasurement)
     config = EngineConfig.of(
@@ -145,7 +144,7 @@ def run_calibrate_s(args: argparse.Namespace) -> int:
         f"{ENOUGH:.0%} of the most prompt tokens a second are run {profile.batch_tokens} at a "
         f"time: --max-step-tokens {profile.batch_tokens} more than --max-num-sequences"
     )
-    return _finish(asked.out, profile, doubts(profile), lines, "gpu")
+    return _finish(asked.out, profile, lines, "gpu")
 
 
 def run_calibrate_r(args: argparse.Namespace) -> int:
@@ -154,7 +153,6 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
     from fastdecode.core.dtype import DType
     from fastdecode.core.host.cpus import available_cores
     from fastdecode.core.host.machine import default_kv_bytes
-    from fastdecode.core.measurement import doubts
     from rworker.measure import Effort, Host, measure_r_part
 
     asked = read_options(args, RMeasurement)
@@ -170,9 +168,8 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
         max_kv_bytes=int(asked.max_memory_gb * 1e9) // asked.r_workers,
     )
     kv = spec.kv_spec(kv_dtype, asked.block_size)
-    if asked.kv_memory_gb is None:
-        memory_bytes = default_kv_bytes(asked.r_workers)
-    else:
+    memory_bytes = default_kv_bytes(asked.r_workers)
+    if asked.kv_memory_gb is not None:
         memory_bytes = int(asked.kv_memory_gb * 1e9)
     with measuring(args, "calibrate r", out=asked.out) as say:
         say(
@@ -188,14 +185,14 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
         f"read ceiling of {ceiling / 1e9:.3g}), {seconds_text(fit.sequence_s)} a sequence, "
         f"{seconds_text(fit.call_s)} a call; fit error {fit.relative_error:.1%}",
     ]
-    return _finish(asked.out, profile, doubts(profile, bytes_per_s=rate), lines, "cpu")
+    return _finish(asked.out, profile, lines, "cpu", bytes_per_s=rate)
 
 
 def run_calibrate_net(args: argparse.Namespace) -> int:
     from cost_model.shapes import read_model
     from cost_model.stages import LinkModel
     from fastdecode.core.host.machine import this_machine
-    from fastdecode.core.measurement import NetProfile, doubts
+    from fastdecode.core.measurement import NetProfile
     from fastdecode.measure.link import measure_link
 
     asked = read_options(args, NetMeasurement)
@@ -216,19 +213,16 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
         f"round trip {seconds_text(link.round_trip_s)}, {link.bytes_per_s / 1e9:.3g} GB/s each "
         f"way, a message costs the S-worker's thread {seconds_text(link.message_s)}"
     )
-    return _finish(asked.out, profile, doubts(profile), [line], "nic")
+    return _finish(asked.out, profile, [line], "nic")
 
 
 @contextlib.contextmanager
 def _r_worker(asked: NetMeasurement) -> Iterator[tuple[RConnection, str]]:
-    """Yield a connection and its transport's name.
-
-    The R-worker at the address then waits for its job. The first of an MPI job then ends.
-    """
+    """Yield a connection and its transport's name. Then an R-worker at an address waits for its
+    job, and that of an MPI job ends."""
     from fastdecode.core.config.groups import Cluster
     from fastdecode.engine.setup import workers
 
-    silence_s = Cluster.worker_silence_s
     if asked.r_worker is None:
         from fastdecode.wire.mpi.job import join
         from fastdecode.wire.mpi.ranks import StageRanks
@@ -239,7 +233,10 @@ def _r_worker(asked: NetMeasurement) -> Iterator[tuple[RConnection, str]]:
         Cluster(r_worker_addresses=(asked.r_worker,), key=asked.key)
         transport = "ZeroMQ" if asked.key in (None, "none") else "ZeroMQ, encrypted"
         reached = workers.reach_addresses(
-            [asked.r_worker], key_file=asked.key, silence_s=silence_s, ends_them=False
+            [asked.r_worker],
+            key_file=asked.key,
+            silence_s=Cluster.worker_silence_s,
+            ends_them=False,
         )
     try:
         yield reached.hub.connections[0], transport
@@ -247,13 +244,14 @@ def _r_worker(asked: NetMeasurement) -> Iterator[tuple[RConnection, str]]:
         reached.close((), 5.0)
 
 
-def _finish(out: Path, profile: Any, doubts: Sequence[str], lines: Sequence[str], part: str) -> int:
+def _finish(out: Path, profile: Any, lines: Sequence[str], part: str, **known: float) -> int:
     """Write a profile, and print doubts about it, ``lines``, and how to use it. Return 0."""
-    from fastdecode.core.measurement import write_profile
+    from fastdecode.core.measurement import doubts, write_profile
 
-    for doubt in doubts:
+    found = doubts(profile, **known)
+    for doubt in found:
         tell(f"warning: {doubt}")
-    if doubts:
+    if found:
         tell(
             "warning: the machine was busy, or too little was measured: measure again on an idle "
             "machine, with more --repeats, before you plan with this profile"

@@ -38,8 +38,7 @@ from fastdecode.measure.doctor import (
     ok,
     warn,
 )
-from fastdecode.measure.link import RConnection
-from fastdecode.measure.neighbours import NeighbourFacts, examine_neighbours
+from fastdecode.measure.link import NeighbourFacts, RConnection, examine_neighbours
 from fastdecode.wire.mpi.job import join
 from fastdecode.wire.mpi.ranks import S_RANK, StageRanks, launched_size
 
@@ -53,17 +52,17 @@ _TCP_INTERFACE = "OMPI_MCA_btl_tcp_if_include"  # Open MPI's variable for its ne
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    model: str | None = option(None, "the model to be run: R-workers must serve it", metavar="DIR")
+    model: str | None = option(None, "model of the job: R-workers must serve it", metavar="DIR")
     compile: bool = switch("compile what --model runs on this CPU, before the first start")
     r_worker_addresses: tuple[str, ...] = option(
         (), "R-worker at tcp://HOST:PORT; repeatable", flag="--r-worker", metavar="ADDRESS"
     )
     key: str | None = option(None, "the cluster's key, for R-workers elsewhere", metavar="FILE")
     conversations: Path | None = option(
-        None, "where conversations are kept: whether they can be, and are whole", metavar="DIR"
+        None, "directory of conversations: can it keep them, and are they whole", metavar="DIR"
     )
     cache_disk: Path | None = option(
-        None, "where R-workers here are to keep KV blocks: how quick its disk is", metavar="DIR"
+        None, "directory for KV blocks of R-workers here: how fast is its disk", metavar="DIR"
     )
     features: bool = switch("print which features work together, and nothing else")
     json: bool = switch("print the findings and the facts behind them as JSON")
@@ -71,7 +70,7 @@ class DoctorOptions:
 
 @dataclass(frozen=True)
 class RankOptions:
-    """What every rank of an MPI job but the first gets."""
+    """Options of every rank of an MPI job but the first."""
 
     kv_memory_gb: float | None = option(None, "KV cache; default: its share", unit="GB")
     r_threads: int | None = option(None, "CPU threads; default: its share")
@@ -187,11 +186,7 @@ def _conversations(directory: Path) -> Finding:
 
 
 def _compiled(directory: str | None) -> Finding:
-    """Compile the kernels that an engine with default options compiles at its start.
-
-    Raises:
-        ConfigError: If there is no model.
-    """
+    """Compile the kernels that an engine with default options compiles at its start."""
     if directory is None:
         raise ConfigError("--compile needs --model DIR, whose shapes kernels are compiled for")
     from fastdecode.core.model.checkpoint import open_checkpoint
@@ -253,11 +248,8 @@ def _cache_disk(directory: Path) -> Finding:
 def _reach_all(
     options: DoctorOptions, opened: contextlib.ExitStack, found: Sequence[WorkerFacts]
 ) -> tuple[Sequence[RConnection | WorkerFacts], Sequence[str]]:
-    """Connect to every R-worker, given or in this MPI job, until ``opened`` closes.
-
-    Returns:
-        Their connections, or why there is none, and their addresses for each other.
-    """
+    """Connect to every R-worker, given or in this MPI job, until ``opened`` closes. Return their
+    connections, or why there is none, and their addresses for each other."""
     addresses = options.r_worker_addresses
     if not addresses and launched_size() is None:
         return (), ()
@@ -298,15 +290,13 @@ def _ways(
     found: Sequence[WorkerFacts],
 ) -> Iterator[NeighbourFacts]:
     """Measure the links between those R-workers that passed so far."""
-    reports = {facts.peer: facts.report for facts in found if not facts.error}
-    well = [
-        (connection, address, report.kv_bytes)
-        for connection, address in zip(asked, addresses, strict=True)
-        if not isinstance(connection, WorkerFacts)
-        and (report := reports.get(connection.peer)) is not None
+    reports = {facts.peer: facts.report for facts in found if facts.report and not facts.error}
+    ring = [
+        (one, address, reports[one.peer].kv_bytes)
+        for one, address in zip(asked, addresses, strict=True)
+        if one.peer in reports and not isinstance(one, WorkerFacts)
     ]
-    connections, names, kv_bytes = zip(*well, strict=True) if well else ((), (), ())
-    yield from examine_neighbours(connections, names, kv_bytes)
+    yield from examine_neighbours(ring)
 
 
 def _launcher() -> Finding:

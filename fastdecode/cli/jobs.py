@@ -75,7 +75,7 @@ class MergeOptions:
     output: Path = option(
         REQUIRED, "all answers; replaced if it exists; FILE.gz: compressed; -: stdout", short="-o"
     )
-    partial: bool = switch("also if lines or shards are missing")
+    partial: bool = switch("merge even if lines or shards are missing")
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
@@ -168,11 +168,8 @@ def run_run_batch(args: argparse.Namespace) -> int:
     config = _prepare(args)
     from fastdecode.jobs.opening import open_job
 
-    options = JobOptions(
-        **given(args, JobOptions),
-        sampling=sampling_given(args),
-        model_defaults=model_defaults(args),
-    )
+    sampling = {"sampling": sampling_given(args), "model_defaults": model_defaults(args)}
+    options = JobOptions(**(given(args, JobOptions) | sampling))
     with Bar(sys.stderr, "checking") as bar:
         job = open_job(options, config, tell, bar.update)
     code = 0
@@ -181,7 +178,7 @@ def run_run_batch(args: argparse.Namespace) -> int:
         if job.num_pending == 0:
             tell("fastdecode run-batch: nothing is left to do")
         else:
-            before_ending(lambda _: tell(f"to go on: {resume_command(args.argv)}"))
+            before_ending(lambda _: tell(f"to continue: {resume_command(args.argv)}"))
             progress = Progress(sys.stderr)
             stopping = Stopping(options.grace_s)
             result, code = _run(job, args, stopping, progress, session=job.session)
@@ -192,7 +189,7 @@ def run_run_batch(args: argparse.Namespace) -> int:
     )
     if result.num_done < result.num_lines:
         same = ", with the same lines on standard input" if args.input == STANDARD else ""
-        tell(f"to go on{same}: {resume_command(args.argv)}")
+        tell(f"to continue{same}: {resume_command(args.argv)}")
     else:
         _advise(result, args)
     return _exit_code(result) or code
@@ -232,11 +229,8 @@ def _prepare(args: argparse.Namespace) -> EngineConfig:
 def _run(
     job: BatchJob, args: argparse.Namespace, stopping: Stopping, progress: Progress, **options: Any
 ) -> tuple[JobResult, int]:
-    """Run a job by an engine that is made for it, and show a summary.
-
-    Returns:
-        The result, and 1 if the summary can't be written, otherwise 0.
-    """
+    """Run a job by an engine that is made for it, and show a summary. Return the result, and 1 if
+    the summary can't be written, otherwise 0."""
     from fastdecode.engine.llm import LLM
     from fastdecode.measure.chrome_trace import open_trace
     from fastdecode.measure.status_file import engine_status, status_file
@@ -258,12 +252,7 @@ def _run(
     ):
         result = job.run(llm, stopping, progress)
         args.has_hung_workers = llm.snapshot().engine.has_hung_r_workers
-        summary = summarise(
-            llm,
-            started_s=args.started_s,
-            num_requests=result.num_run,
-            num_failed=result.num_run_failed,
-        )
+        summary = summarise(llm, args.started_s, result.num_run, result.num_run_failed)
     code = 0
     try:
         if args.summary is not None:
@@ -311,8 +300,8 @@ def _advise(result: JobResult, args: argparse.Namespace) -> None:
 
 
 def resume_command(argv: list[str], environ: Mapping[str, str] = os.environ) -> str:
-    """Return the command line that continues a job that was started with these arguments, or by
-    ``fastdecode launch``, which has added to them."""
+    """Return the command line that continues a job of these arguments, or of ``launch``, which has
+    added to them."""
     typed: list[str] = json.loads(environ.get(LAUNCH_LINE, "null")) or argv
     kept = [word for word in typed if word not in ("--overwrite", "--resume", "--retry-errors")]
     return shlex.join(["fastdecode", *kept, "--resume"])

@@ -107,9 +107,8 @@ def run_launch(args: argparse.Namespace) -> int:
         command, job.instances = [*command, "--instances", placed], [placed]
     if hosts is None:
         if not instances:
-            raise ConfigError(
-                "say on which --hosts, and how many R-workers each of them gets: A:2,B:2"
-            )
+            counts = "how many R-workers each of them gets: A:2,B:2"
+            raise ConfigError(f"--hosts is missing: give the hosts, and {counts}")
         hosts = (JobHost("localhost", sum(each.num_places for each in instances)),)
     if job.command in _OF_INSTANCES and job.prompt_pp and not instances:
         instances, hosts = _prompts_apart(job, hosts)
@@ -144,20 +143,16 @@ def _instances(options: LaunchOptions, job: argparse.Namespace) -> tuple[PlacedI
     if options.placement is None:
         return ()
     if job.command not in _OF_INSTANCES:
-        raise ConfigError(
-            f"--placement {options.placement}: {job.command} has no instances; "
-            f"{', '.join(_OF_INSTANCES)} have"
-        )
+        why = f"{job.command} has no instances; {', '.join(_OF_INSTANCES)} have"
+        raise ConfigError(f"--placement {options.placement}: {why}")
     return read_placement(options.placement, on_devices=job.kv_placement == "gpu")
 
 
 def _prompts_apart(
     job: argparse.Namespace, hosts: tuple[JobHost, ...]
 ) -> tuple[tuple[PlacedInstance, ...], tuple[JobHost, ...]]:
-    """Return the instances of ``--prompt-pp``, and the hosts with a place for each of its stages.
-
-    These are on the hosts without R-workers in turn, or else on the first.
-    """
+    """Return the instances of ``--prompt-pp``, and the hosts with a place for each of its stages:
+    on the hosts without R-workers in turn, or else on the first."""
     config = check_engine_options(job)
     prompt_pp, pp, tp = config.s_part.prompt_pp, config.s_part.pp, config.s_part.tp
     num_places = sum(host.num_r_workers for host in hosts)
@@ -169,11 +164,8 @@ def _prompts_apart(
 
 
 def _check(job: argparse.Namespace, *, files: bool) -> None:
-    """Refuse a command that would end before its ranks have met.
-
-    Args:
-        files: True if it runs on this host, so that its files can be checked.
-    """
+    """Refuse a command that would end before its ranks have met. ``files``: it runs on this host,
+    so that its files can be checked."""
     if job.command not in _OF_INSTANCES:
         return
     try:
@@ -235,10 +227,8 @@ def _run(
 ) -> tuple[int, bool]:
     """Run mpirun to its end. Return its exit code, and True if it was asked to stop.
 
-    Args:
-        stop_signal: What mpirun gets when this process is asked to stop. It is not killed, because
-            it takes a while to end the ranks.
-        report: Where the S-worker notes its exit code. If mpirun then stays, it is ended.
+    It then gets ``stop_signal``, and time to end the ranks. Once the S-worker has noted its exit
+    code at ``report``, it is ended if it stays.
     """
     started: list[subprocess.Popen[bytes]] = []
     stops: list[int] = []
@@ -283,26 +273,17 @@ def _truthful(mpirun_code: int, report: Path | None, *, was_stopped: bool) -> in
 
 
 def find_mpirun(given: str | None = None) -> str:
-    """Return the launcher beside this Python, which most likely is that of mpi4py's MPI.
-
-    Raises:
-        ConfigError: If there is none.
-    """
+    """Return this Python's mpirun, likely that of mpi4py. Raises ConfigError: If there is none."""
     beside = Path(sys.executable).with_name("mpirun")
     found = given or (str(beside) if beside.exists() else shutil.which("mpirun"))
     if found is None:
-        raise ConfigError(
-            f"there is no mpirun: {pip_command('mpi')} brings one, or say --mpirun FILE"
-        )
+        remedy = f"{pip_command('mpi')} installs one. Or give --mpirun FILE"
+        raise ConfigError(f"there is no mpirun: {remedy}")
     return found
 
 
 def vendor_of_mpirun(mpirun: str) -> Vendor:
-    """Run a launcher to find out whose it is.
-
-    Raises:
-        ConfigError: If it can't be run, or its vendor isn't known.
-    """
+    """Run a launcher to find out whose it is. Raises ConfigError: If it can't be found out."""
     command = [mpirun, "--version"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

@@ -48,14 +48,12 @@ def add_options(
 ) -> None:
     """Draw the options that a dataclass declares (``core.config.options.option``).
 
-    A bool becomes ``--name`` and ``--no-name``, or ``--name`` alone if it is a ``switch``.
-    A tuple becomes an option that may be repeated, unless ``Option.read`` reads it from one
-    word. A default of ``REQUIRED`` makes argparse ask for it. ``read_options`` checks the limits.
+    A bool becomes ``--name`` and ``--no-name``, or ``--name`` alone if it is a ``switch``. A tuple
+    becomes an option that may be repeated, unless ``Option.read`` reads it from one word. A default
+    of ``REQUIRED`` makes argparse ask for it. ``read_options`` checks the limits.
 
     Args:
-        title: Draw them into a group with this title, which ``--help=GROUP`` shows. None
-            draws them into the parser.
-        leave_out: Names of fields that this command leaves out.
+        title: Draw them into a group, which ``--help=GROUP`` shows, or with None into the parser.
         defaults: Texts for the help, by name, of defaults that the command chooses.
     """
     target = parser if title is None else parser.add_argument_group(title, description)
@@ -134,22 +132,15 @@ def given(args: argparse.Namespace, group: type[Any]) -> dict[str, Any]:
 
 
 def read_options(args: argparse.Namespace, group: type[T]) -> T:
-    """Return a dataclass that ``add_options`` has drawn, with the values that were given.
-
-    Raises:
-        ConfigError: If a value does not fit its declaration, or the dataclass refuses it.
-    """
+    """Return a dataclass that ``add_options`` has drawn, with the values that were given. Raises
+    ConfigError: If a value does not fit its declaration, or the dataclass refuses it."""
     options = group(**given(args, group))
     check_options(options)
     return options
 
 
 def as_typed(error: FastDecodeError, flags: Mapping[str, str]) -> str:
-    """Return an error's message with options in place of parameters of the Python API.
-
-    Args:
-        flags: The command's flags by parameter. Other parameters keep their names.
-    """
+    """Return an error's message with ``flags`` in place of parameters of the Python API."""
 
     def typed(given: Given) -> str:
         flag = flags.get(given.name)
@@ -315,11 +306,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_engine(args: argparse.Namespace) -> None:
-    """Import what runs a model, unless instances elsewhere run it.
-
-    Raises:
-        ModuleNotFoundError: If a package is missing.
-    """
+    """Import what runs a model, unless instances elsewhere run it."""
     from fastdecode.core.config.instances import Instances
 
     if not Instances(tuple(args.instances)).is_elsewhere:
@@ -327,25 +314,18 @@ def load_engine(args: argparse.Namespace) -> None:
 
 
 def check_engine_options(args: argparse.Namespace) -> EngineConfig:
-    """Refuse impossible options before anything starts: ranks of an MPI job wait for each other.
-
-    Raises:
-        ConfigError: If an option makes no sense. It names the option.
-    """
+    """Refuse impossible options before anything starts: ranks of an MPI job wait for each other."""
     from fastdecode.core.config.engine import EngineConfig
     from fastdecode.core.sequence import SamplingParams
 
     try:
         config = EngineConfig.of(args.model, **engine_options(args))
         SamplingParams(**sampling_given(args))
-    except ConfigError as error:
-        error.is_of_command_line = True
-        raise
-    except RequestError as error:
-        refused = ConfigError(*error.words)
+        return config
+    except (ConfigError, RequestError) as error:
+        refused = error if isinstance(error, ConfigError) else ConfigError(*error.words)
         refused.is_of_command_line = True
         raise refused from None
-    return config
 
 
 @contextlib.contextmanager
@@ -353,10 +333,7 @@ def measuring(
     args: argparse.Namespace, command: str, **outputs: Path | None
 ) -> Iterator[Callable[[str], None]]:
     """Write ``--status``, if it is given, while the command measures. Yield what reports a line.
-
-    Raises:
-        ConfigError: If the file can't be written, or is one of ``outputs``, by option.
-    """
+    Raises ConfigError: If the file can't be written, or is one of ``outputs``, by option."""
     from fastdecode.measure.status_file import status_file
 
     if args.status is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,7 +86,7 @@ class Wanted:
         "requests that keep both"
     )
     affinity: str = option("high", "low: K and V stay on a node", choices=("high", "low"))
-    objective: str = option("gpu", "what is to be least", choices=("gpu", "cost"))
+    objective: str = option("gpu", "what to minimise", choices=("gpu", "cost"))
     prices: str = option("gpu=1,socket=0.05", "of a GPU and of a socket", metavar="P")
 
 
@@ -131,43 +132,32 @@ def run_goodput(args: argparse.Namespace) -> int:
 def _emit(path: Path, question: Question, found: Answer) -> None:
     """Write the placement. If ``fastdecode launch`` can't start it, report that, and write the
     best one that it starts."""
-    from cost_model.goodput.answer import placement_file
-    from fastdecode.core.config.placement import placed_instances
-    from fastdecode.core.json_file import write_whole
-
-    if found.best is None:
-        tell(f"--emit {path}: there is no placement to write")
-        return
-    placement, what = placement_file(found.best), "the placement"
-    try:
-        placed_instances(placement, ConfigError)
-    except ConfigError as error:
-        tell(f"--emit {path}: fastdecode launch can't start this placement: {error.message}")
-        launchable = _launchable(question)
-        if launchable is None:
-            tell(f"--emit {path}: it starts none that keeps the SLO; nothing is written")
-            return
-        placement, what = launchable, "the best placement that launch starts"
-    text = json.dumps(placement, indent=2) + "\n"
-    write_whole(path, text, refuse=lambda why: ConfigError(f"--emit {path}: {why}"))
-    tell(f"{what} is in {path}")
-
-
-def _launchable(question: Question) -> dict[str, Any] | None:
-    """Return the best placement that ``fastdecode launch`` starts. None if none keeps the SLO."""
     from cost_model.goodput.answer import answer, placement_file
     from fastdecode.core.config.placement import is_launchable, placed_instances
+    from fastdecode.core.json_file import write_whole
 
-    hardware = replace(question.hardware, can_run=is_launchable)
+    best, what = found.best, "the placement"
+    if best is None:
+        tell(f"--emit {path}: there is no placement to write")
+        return
     try:
-        found = answer(replace(question, hardware=hardware), progress_teller())
-        if found.best is None:
-            return None
-        placement = placement_file(found.best)
-        placed_instances(placement, ConfigError)
-    except ConfigError:
-        return None  # no such instance holds the model, or too many are needed
-    return placement
+        placed_instances(placement_file(best), ConfigError)
+    except ConfigError as error:
+        tell(f"--emit {path}: fastdecode launch can't start this placement: {error.message}")
+        best, what = None, "the best placement that launch starts"
+        hardware = replace(question.hardware, can_run=is_launchable)
+        # It may be that no such instance holds the model, or that too many are needed.
+        with contextlib.suppress(ConfigError):
+            other = answer(replace(question, hardware=hardware), progress_teller()).best
+            if other is not None:
+                placed_instances(placement_file(other), ConfigError)
+                best = other
+    if best is None:
+        tell(f"--emit {path}: it starts none that keeps the SLO; nothing is written")
+        return
+    text = json.dumps(placement_file(best), indent=2) + "\n"
+    write_whole(path, text, refuse=lambda why: ConfigError(f"--emit {path}: {why}"))
+    tell(f"{what} is in {path}")
 
 
 def _question(args: argparse.Namespace) -> Question:
@@ -181,11 +171,11 @@ def _question(args: argparse.Namespace) -> Question:
     slo = Slo.parse(args.slo, args.attainment)
     draw, rate, described = _drawn(arrivals) if arrivals.trace is None else _traced(arrivals)
     if rate is None:
-        raise ConfigError("at which rate do they come? Give --rate, in requests a second")
+        raise ConfigError("--rate is missing: give the request rate, in requests per second")
     most = nodes.max_sockets
     if args.affinity == "low":
         most = min(most, nodes.nodes * nodes.sockets_per_node)
-    # One GPU's setup, with room for the longest request.
+    # The setup of one GPU, with room for the longest request.
     longest = max(prompt + output for prompt, output in draw.lengths)
     most_output = max(output for _, output in draw.lengths)
     parts = Parts(gpu=nodes.gpu, cpu=nodes.cpu, nic=args.nic, hardware=args.hardware)
@@ -193,17 +183,9 @@ def _question(args: argparse.Namespace) -> Question:
     args.weights, args.num_gpus = "decoded", 1
     setup = read_setup(args, parts, Hardware.load(args.hardware), workload)
     instances = InstanceHardware(setup, nodes.nodes, nodes.gpus_per_node, most, draw.mean_prompt)
-    return Question(
-        setup.spec.name,
-        instances,
-        Load(draw, slo, "each" if args.each else "both"),
-        rate,
-        args.affinity,
-        nodes.sockets_per_node,
-        args.objective,
-        _prices(args.prices),
-        described,
-    )
+    load = Load(draw, slo, "each" if args.each else "both")
+    asked = (args.affinity, nodes.sockets_per_node, args.objective, _prices(args.prices))
+    return Question(setup.spec.name, instances, load, rate, *asked, described)
 
 
 def _drawn(asked: Arrivals) -> tuple[Draw, float | None, str]:
@@ -211,7 +193,9 @@ def _drawn(asked: Arrivals) -> tuple[Draw, float | None, str]:
     from cost_model.goodput.workload import GENERATOR, Lengths, drawn
 
     if asked.prompt_len is None or asked.output_len is None:
-        raise ConfigError("what comes? Give --trace, or --prompt-len and --output-len")
+        raise ConfigError(
+            "the requests are missing. Give --trace, or --prompt-len and --output-len"
+        )
     if asked.replay:
         raise ConfigError("--replay needs a --trace to replay")
     cv = 1.0 if asked.cv is None else asked.cv
@@ -308,11 +292,7 @@ def run_disaggregate(args: argparse.Namespace) -> int:
 
 
 def _fill(args: argparse.Namespace) -> None:
-    """Take what is not given from a model's times on a machine, of which a stage has its part.
-
-    Raises:
-        ConfigError: If the model, the GPU, or what the times depend on is missing.
-    """
+    """Take what is not given from a model's times on a machine, of which a stage has its part."""
     from cost_model.predict import machine_times
 
     _need(args, "model", "gpu", "batch", "prompt_tokens", "tokens")
@@ -337,10 +317,8 @@ def _fill(args: argparse.Namespace) -> None:
 def _need(args: argparse.Namespace, *names: str) -> None:
     missing = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is None]
     if missing:
-        raise ConfigError(
-            f"{' and '.join(missing)} missing. Give times and sizes, or --model, --gpu, --batch "
-            "and --prompt-tokens"
-        )
+        either = "Give times and sizes, or --model, --gpu, --batch and --prompt-tokens"
+        raise ConfigError(f"{' and '.join(missing)} missing. {either}")
 
 
 def _all_or_none(args: argparse.Namespace, group: type[T]) -> T | None:

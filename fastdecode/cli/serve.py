@@ -32,7 +32,7 @@ from fastdecode.conversations.conversations import Keeping
 from fastdecode.conversations.turns import why_no_reuse
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import FastDecodeError, imports_for
-from fastdecode.core.files import check_writable
+from fastdecode.core.files import STANDARD, check_paths
 from fastdecode.core.host.processes import Interrupted, interrupt
 from fastdecode.engine.rank_roles import serve_other_rank
 from fastdecode.jobs.stopping import stop_signals
@@ -77,11 +77,8 @@ class Signals:
     """Counts the signals that ask a server to stop, or to read its keys again.
 
     While it starts, the first stop raises Interrupted, or is only counted where Python swallows
-    the exception (in a destructor or a callback). Later ``Serving`` looks at the counts. Once
-    nothing is answered any more, a stop ends the process. After the end it does nothing.
-
-    Args:
-        leave: Ends the process immediately.
+    the exception (in a destructor or a callback). Later ``Serving`` looks at the counts. Once no
+    request is answered any more, a stop ends the process by ``leave``. After the end it is ignored.
     """
 
     def __init__(self, leave: Callable[[int], object] = os._exit) -> None:
@@ -110,12 +107,8 @@ class Signals:
 
     @contextlib.contextmanager
     def put_off(self) -> Iterator[None]:
-        """Delay interrupts: a C++ library that is interrupted during an import may end the
-        process.
-
-        Raises:
-            Interrupted: If a signal arrived meanwhile.
-        """
+        """Delay ``Interrupted``: a C++ library that is interrupted during an import may end the
+        process."""
         self._interrupts = False
         try:
             yield
@@ -136,9 +129,8 @@ def run_serve(args: argparse.Namespace) -> int:
     signals = Signals()
     with contextlib.ExitStack() as stack:
         stack.enter_context(stop_signals(signals.on_stop))
-        stack.callback(
-            signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signals.on_reload)
-        )
+        before = signal.signal(signal.SIGHUP, signals.on_reload)
+        stack.callback(signal.signal, signal.SIGHUP, before)
         if args.log_level != "debug":
             stack.callback(keep_traces_out())
         code = _start(args, signals)
@@ -156,8 +148,7 @@ def _start(args: argparse.Namespace, signals: Signals) -> int:
         args.expected_output_tokens = EXPECTED_OUTPUT_TOKENS
     config = check_engine_options(args)
     options = read_options(args, ServeOptions)
-    if args.status is not None:
-        check_writable(args.status, "status")
+    check_paths(STANDARD, status=args.status)
     keys = key_hashes(options)
     try:
         code = _load_and_serve(args, config, options, keys, signals)
@@ -237,7 +228,7 @@ def _serve(
             say(f"the keys stay as they are: {error}")
         else:
             bridge.send(Keys(keys))
-            say(f"keys that let in: {len(keys) or 'none is needed'}")
+            say(f"accepted keys: {len(keys) or 'none is needed'}")
 
     def say(text: str) -> None:
         tell(f"{COMMAND}: {text}")

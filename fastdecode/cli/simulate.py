@@ -31,8 +31,8 @@ class Run:
 class Conversations:
     instant: bool = switch(
         'the trace is of turns, each done as it arrives: {"conversation": "A", '
-        '"num_prompt_tokens": 24, "num_output_tokens": 8, "arrival_s": 0}; what do policies keep '
-        "in --kv-tokens, move down, drop, and have computed again?"
+        '"num_prompt_tokens": 24, "num_output_tokens": 8, "arrival_s": 0}; show what policies keep '
+        "in --kv-tokens, move down, drop, and recompute"
     )
     cache_policy: str = option("retention,lru,size-idle", "to compare", metavar="NAMES")
     lower_kv_tokens: int = option(0, "tokens that a lower tier holds", low=0, high=1 << 40)
@@ -168,7 +168,5 @@ def _run_turns(args: argparse.Namespace, workers: Workers) -> int:
 def _names(text: str, known: Sequence[str], option: str) -> list[str]:
     names = [each for name in text.split(",") for each in known if each == name.strip()]
     if not names or len(names) < len(text.split(",")):
-        raise ConfigError(
-            f"{option}={text!r} names one that there isn't: choose from {', '.join(known)}"
-        )
+        raise ConfigError(f"{option}={text!r} has an unknown name. Choose from {', '.join(known)}")
     return names

@@ -13,13 +13,7 @@ from cost_model.plans.question import Goal, Prices, Setup
 from cost_model.shapes import known_models, read_model
 from cost_model.stages import MAX_IO_THREADS, TRANSPORTS
 from cost_model.workload import Workload
-from fastdecode.cli.options import (
-    EXIT_INFEASIBLE,
-    add_options,
-    given,
-    read_options,
-    tell,
-)
+from fastdecode.cli.options import EXIT_INFEASIBLE, add_options, given, read_options, tell
 from fastdecode.cli.parser import add_model
 from fastdecode.core.config.options import REQUIRED, option, switch
 from fastdecode.core.config.s_part import MAX_PP
@@ -79,7 +73,7 @@ class Parts:
         1, "pipeline stages, each with GPUs and R-workers of its own", low=1, high=MAX_PP
     )
     own: bool = switch(
-        "what do I get? Every way to use --gpus GPUs and --max-sockets sockets, in one table; "
+        "show every way to use --gpus GPUs and --max-sockets sockets, in one table; "
         "with --gpu none some of the sockets are S-workers"
     )
     transport: str = option(
@@ -128,13 +122,13 @@ def _print_names(args: argparse.Namespace) -> int:
         "cpus": list(hardware.cpus),
         "nics": list(hardware.nics),
     }
-    titles = zip(("Models", "GPUs", "CPUs", "NICs"), names.values(), strict=True)
+    titles = ("Models", "GPUs", "CPUs", "NICs")
     try:
         if args.json:
             print(json_text({"format": "fastdecode.names", "version": 1, **names}))
         else:
-            for title, found in titles:
-                print("\n".join([f"{title} ({len(found)})", *(f"  {name}" for name in found)]))
+            for title, found in zip(titles, names.values(), strict=True):
+                print(f"{title} ({len(found)})", *found, sep="\n  ")
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has what it wants, such as head
         sys.stderr.close()
@@ -148,15 +142,10 @@ def add_size(parser: argparse.ArgumentParser) -> None:
         "measured."
     )
     parser.set_defaults(run=run_size)
-    add_model(
-        parser, 'a name such as "Llama-2 7B" or org/name, a config.json, or a model directory'
-    )
-    parser.add_argument(
-        "--list",
-        action=_List,
-        nargs=0,
-        help="print the names of all models, GPUs, CPUs and NICs (with --json as JSON), and exit",
-    )
+    named = 'a name such as "Llama-2 7B" or org/name, a config.json, or a model directory'
+    add_model(parser, named)
+    text = "print the names of all models, GPUs, CPUs and NICs (with --json as JSON), and exit"
+    parser.add_argument("--list", action=_List, nargs=0, help=text)
     what = parser.add_argument_group("what to run")
     add_options(what, Sequences)
     add_options(what, Workload, leave_out=("prompt_tokens", "output_tokens"))
@@ -181,25 +170,19 @@ def run_size(args: argparse.Namespace) -> int:
     hardware = Hardware.load(parts.hardware)
     prices = None if parts.prices is None else Prices.read(parts.prices)
     if args.emit is not None and parts.transport != "mpi":
-        raise ConfigError(
-            f"--emit writes an mpirun line, which --transport {parts.transport} does not use. "
-            "Remove one of them"
-        )
+        line = f"an mpirun line, which --transport {parts.transport} does not use"
+        raise ConfigError(f"--emit writes {line}. Remove one of them")
     if parts.own or "all" in (parts.gpu, parts.cpu):
         return _print_choices(args, parts, hardware, prices)
     if args.sort is not None:
-        raise ConfigError(
-            f"--sort {args.sort} orders a table, and this is one plan. Add --gpu all, --cpu all or "
-            "--own, or remove it"
-        )
+        remedy = "Add --gpu all, --cpu all or --own, or remove it"
+        raise ConfigError(f"--sort {args.sort} orders a table, and this is one plan. {remedy}")
     whole, goal = read_setup(args, parts, hardware, _workload(args)), read_options(args, Goal)
     num_stages = parts.pp
     for name in ("emit", "plot", "prices", "requests", "users"):
         if num_stages > 1 and getattr(args, name) is not None:
-            raise ConfigError(
-                f"--{name} is not supported with --pp {num_stages} yet: it is for one stage. "
-                "Remove one of them"
-            )
+            why = f"is not supported with --pp {num_stages} yet: it is for one stage"
+            raise ConfigError(f"--{name} {why}. Remove one of them")
     sizing = slowest_stage(
         whole, goal, num_stages, lambda setup, asked: size(setup, asked, hardware, prices)
     )
@@ -233,7 +216,7 @@ def _print_choices(
         raise ConfigError(f"--pp {parts.pp} is for one plan, and this is a table. Remove it")
     by = args.sort or "tokens"
     if by == "cost" and prices is None:
-        raise ConfigError(Given("sort", by), ": what do they cost? Give ", Given("prices"))
+        raise ConfigError(Given("sort", by), " needs prices. Give ", Given("prices"))
     goal, workload = read_options(args, Goal), _workload(args)
 
     def plan(setup: Setup, asked: Goal) -> Any:
@@ -293,14 +276,10 @@ def read_setup(
     kv_dtype = cpu.kv_dtype if isinstance(cpu, RProfile) else dtype.value
     if args.kv_dtype != "auto":
         kv_dtype = DType.parse(args.kv_dtype, option="kv_dtype", of_kv=True).value
+    nic = _profile(parts.nic, "nic", NetProfile, "net") or hardware.nic(parts.nic)
+    what = (spec, dtype, kv_dtype, gpu, cpu, nic, workload)
     return Setup(
-        spec=spec,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        gpu=gpu,
-        cpu=cpu,
-        nic=_profile(parts.nic, "nic", NetProfile, "net") or hardware.nic(parts.nic),
-        workload=workload,
+        *what,
         transport=replace(TRANSPORTS[parts.transport], num_threads=parts.io_threads),
         keeps_quantised=args.weights == "kept",
         is_without_gpu=parts.gpu == "none",
@@ -329,9 +308,8 @@ def _workload(args: argparse.Namespace) -> Workload:
             raise ConfigError("give --seq-len, or --prompt-len and --output-len, not both")
         lengths = (0, args.seq_len)
     elif args.output_len is None:
-        raise ConfigError(
-            "how long are the sequences? Give --seq-len, or --prompt-len and --output-len"
-        )
+        either = "Give --seq-len, or --prompt-len and --output-len"
+        raise ConfigError(f"the sequence lengths are missing. {either}")
     if args.seq_len is not None and args.seq_len >= LONG_OUTPUT:
         tell(
             f"fastdecode size: --seq-len {args.seq_len} means {args.seq_len:,} output tokens "
@@ -354,11 +332,8 @@ def profile_at(path: Path, option: str, kind: type[T], letter: str) -> T:
     """Raises ConfigError: If the file holds no profile of this kind."""
     profile = read_profile(path)
     if not isinstance(profile, kind):
-        raise ConfigError(
-            Given(option, str(path)),
-            f" is a profile of another kind; it needs one of: fastdecode calibrate {letter} "
-            "--out FILE",
-        )
+        words = f"it needs one of: fastdecode calibrate {letter} --out FILE"
+        raise ConfigError(Given(option, str(path)), f" is a profile of another kind; {words}")
     return profile
 
 

@@ -1,6 +1,5 @@
 """``fastdecode top``: watch a command that writes ``--status``, or a server. ``fastdecode plot``:
-a picture of a run that is over.
-"""
+a picture of a run that is over."""
 
 from __future__ import annotations
 
@@ -80,11 +79,8 @@ def run_top(args: argparse.Namespace) -> int:
 
 
 def _statuses(options: TopOptions) -> Iterator[dict[str, Any]]:
-    """Yield one status after the other until the command has ended.
-
-    Raises:
-        ConfigError: If there is none. ``top`` may start before the command, and then waits.
-    """
+    """Yield one status after the other until the command has ended. Wait if ``top`` was started
+    before the command. Raises ConfigError: If there is no status."""
     look = _looker(options.place, options.api_key_file)
     is_first, is_waiting = True, False
     while True:
@@ -122,7 +118,7 @@ def _looker(place: str, key_file: Path | None) -> Look:
         try:
             is_with_key = "@" in urlsplit(place).netloc
         except ValueError as error:
-            raise ConfigError(f"{place} is no address: {error}") from None
+            raise ConfigError(f"{place} is not an address: {error}") from None
         if is_with_key:
             raise ConfigError("the address has a name or key before @: use --api-key-file FILE")
         from fastdecode.server.options import first_key  # slow to import
@@ -134,7 +130,7 @@ def _looker(place: str, key_file: Path | None) -> Look:
 
 def _read(path: Path) -> bytes:
     if path.parent.is_dir() and not os.path.lexists(path):
-        raise NotYetError(f"{path} is not there yet: a command writes it with --status {path}")
+        raise NotYetError(f"{path} does not exist yet: a command writes it with --status {path}")
     return read_bytes(
         path, most_bytes=MAX_STATUS_BYTES, refuse=lambda why: ConfigError(f"{path}: {why}")
     )
@@ -161,7 +157,7 @@ def _checked(content: bytes, place: str) -> dict[str, Any]:
         status = json.loads(content)
         if isinstance(status, dict) and {"state", "time_s", "uptime_s"} <= status.keys():
             return status
-    raise ConfigError(f"{place} is no status: give the file of --status, or a server's address")
+    raise ConfigError(f"{place} is not a status: give the file of --status, or a server's address")
 
 
 def add_plot(parser: argparse.ArgumentParser) -> None:

@@ -23,11 +23,8 @@ _BY_VALUE: Final = ("dtype", "load_format")  # options whose values may be vLLM'
 
 
 def as_here(words: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Return a command line with vLLM's options by their names here.
-
-    Raises:
-        ConfigError: If there is nothing like an option of vLLM here.
-    """
+    """Return a command line with vLLM's options by their names here. Raises ConfigError: If there
+    is nothing like one of them here."""
     known = {flag[2:].replace("-", "_") for flag in flags}
     made: list[str] = []
     waiting = iter(words)
@@ -38,7 +35,7 @@ def as_here(words: Sequence[str], flags: Collection[str]) -> list[str]:
         name = flag[2:].replace("-", "_")
         name = name.removeprefix("no_") if flag.startswith("--no-") else name
         if flag == "--api-key" and "api_key_file" in known:
-            why = " would show the key to everybody on this host: use --api-key-file FILE"
+            why = " would show the key to all users of this host. Use --api-key-file FILE"
             raise ConfigError(Given("api_key"), why)
         if not flag.startswith("--") or not _is_vllms(name, flag in flags, known):
             made.append(word)

@@ -26,7 +26,7 @@ from fastdecode.cli.parser import add_model
 from fastdecode.core.config.instances import InstanceRole, Instances
 from fastdecode.core.config.options import option, switch
 from fastdecode.core.errors import ConfigError, imports_for
-from fastdecode.core.files import check_writable
+from fastdecode.core.files import STANDARD, check_paths
 from fastdecode.core.host.processes import end_with, interrupt
 from fastdecode.jobs.stopping import stop_signals
 from fastdecode.wire.mpi.job import join
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from fastdecode.engine.instances.instance_server import InstanceServer
 
 MOST_FILES = 256
-"""Files that an R-worker at an address may open. It needs about 50. The others are connections
-that may be open at a time, from anywhere."""
+"""Files that an R-worker at an address may open: about 50 that it needs, and open connections."""
 INSTANCE = "fastdecode instance"
 ANY_PORT = "tcp://127.0.0.1:*"
 
@@ -97,10 +96,9 @@ class Rank:
 
 def add_r_worker(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Serve as an R-worker. In an MPI job: mpirun -n 1 fastdecode generate ... : "
-        "-n 3 fastdecode r-worker. At an address: fastdecode r-worker --bind tcp://HOST:PORT, "
-        "and on the S-worker's host fastdecode generate --r-worker "
-        "tcp://HOST:PORT ..."
+        "Serve as an R-worker. In an MPI job: mpirun -n 1 fastdecode generate ... : -n 3 "
+        "fastdecode r-worker. At an address: fastdecode r-worker --bind tcp://HOST:PORT, and on "
+        "the S-worker's host fastdecode generate --r-worker tcp://HOST:PORT ..."
     )
     parser.set_defaults(run=run_r_worker)
     add_options(parser, Resources, "resources")
@@ -219,8 +217,7 @@ def _instance(args: argparse.Namespace) -> int:
     with imports_for(f"{INSTANCE} (an S-worker)"):
         from fastdecode.engine.instances.process import InstancePlace, serve_instance
         from fastdecode.measure.status_file import engine_status, status_file
-    if args.status is not None:
-        check_writable(args.status, "status")
+    check_paths(STANDARD, status=args.status)
     name = own.name or f"{socket.gethostname()} {own.bind.rpartition(':')[2]}"
     place = InstancePlace(InstanceRole(own.role), own.bind, own.export, key, name)
 

@@ -2,8 +2,8 @@
 request's listener.
 
 A request's life: ``submit`` → waiting → room opened on its holders
-(``OpenSequence`` or ``ForkSequence``) → its prompt run in one or more chunks →
-one token drawn a step → finished, its blocks freed (``CloseSequence``).
+(``Open``) → its prompt run in one or more chunks →
+one token drawn a step → finished, its blocks freed (``Close``).
 
 One turn of the loop: take events (from R-workers and extensions) → apply them to
 the state of sequences (``fastdecode.schedule.life.lifecycle``) → carry out its
@@ -47,21 +47,18 @@ from fastdecode.engine.pending_samples import PendingSamples, StepSamples
 from fastdecode.engine.prompt_samples import PromptSampler
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.requests import Requests
-from fastdecode.engine.reservations import FOR_HOLDERS, event_for, holder_of, message_for
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.schedule.life import events
-from fastdecode.schedule.plan import Chunk, num_in_prompts
-from fastdecode.wire.blocks import SESSION_RESUMED
+from fastdecode.schedule.plan import Chunk, Send, num_in_prompts
+from fastdecode.wire.blocks import SESSION_RESUMED, Open, Refused
 from fastdecode.wire.traits import unasked
 from sworker.failures import raise_typed
 from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
-
-_OPENING: Final = (events.Open, events.Fork, events.Resume)
 
 
 class Engine:
@@ -322,8 +319,11 @@ class Engine:
             self._apply(self._recovery.lose(holder))
         elif (taker := self._takers.get(type(news))) is not None:
             self._apply_all(taker.take(holder, news))
-        elif self._lifecycle.grants.awaits(holder, PartId(news.sequence_id)):
-            self._apply(event_for(news, peer))
+        elif self._lifecycle.grants.awaits(holder, part_id := PartId(news.sequence_id)):
+            if isinstance(news, Refused):
+                self._apply(events.Refused(part_id, peer, news.code, news.message))
+            else:
+                self._apply(events.Opened(part_id))
         else:
             self._fleet.lose(holder, ProtocolError(f"{peer} {unasked(news)}"))
 
@@ -344,11 +344,11 @@ class Engine:
     def _carry_out(self, instruction: Any) -> None:
         """Send it to its holder, hand it to its request, or to the extension that handles it."""
         kind = type(instruction)
-        if kind in FOR_HOLDERS:
-            self._fleet.send(holder_of(instruction), message_for(instruction))
-            if kind in _OPENING:
+        if kind is events.Ask or kind is Send:
+            self._fleet.send(instruction.holder, instruction.message)
+            if type(instruction.message) is Open:
                 for extension in self._extensions:
-                    extension.opened(instruction)
+                    extension.opened(instruction.part)
         elif kind is events.Finish:
             self.requests.finish(instruction.sequence, instruction.reason, self.stats)
         elif kind is events.Fail:
@@ -381,9 +381,9 @@ class Engine:
 
     def _await_rooms(self) -> None:
         """Take in the answers of holders that answer at once."""
-        while self._answer_at_once and self._lifecycle.grants:
+        while self._answer_at_once and self._lifecycle.grants.asked:
             self._take_news()  # one that was lost just now answers nothing
-            if self._lifecycle.grants:
+            if self._lifecycle.grants.asked:
                 self._pipeline.receive()
                 self._take_news()
         while self._fleet.is_owed_at_once:

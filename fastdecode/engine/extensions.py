@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from fastdecode.core.holders import HolderId
+from fastdecode.core.holders import HolderId, Part
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.stats import EngineStats
@@ -84,8 +84,8 @@ class Extension:
         """A holder has given an answer of its kinds."""
         return ()
 
-    def opened(self, instruction: Any) -> None:
-        """A holder was sent an ``Open``, ``Fork`` or ``Resume``."""
+    def opened(self, part: Part) -> None:
+        """A holder was asked to open a part."""
 
     def ran(self, chunks: Sequence[Chunk]) -> None:
         """A step has run these chunks, of sequences that are still wanted. Its

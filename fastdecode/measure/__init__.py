@@ -1,1 +1,1 @@
-"""What was measured, and what is foretold from it."""
+"""Measurements of this host, its links and its runs, and pictures of them."""

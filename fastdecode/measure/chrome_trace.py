@@ -124,10 +124,7 @@ class ChromeTrace:
 @contextlib.contextmanager
 def open_trace(path: Path | None) -> Iterator[Trace | None]:
     """Open a trace into a file, which replaces an existing one. Without a path, trace nothing.
-
-    Raises:
-        ConfigError: If the file can't be written.
-    """
+    Raises ConfigError: If the file can't be written."""
     if path is None:
         yield None
         return

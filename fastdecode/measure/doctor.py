@@ -21,8 +21,13 @@ from fastdecode.core.host.cpus import BINDING_VARIABLES
 from fastdecode.core.host.facts import TF32_SWITCH, HostFacts, forces_tf32
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.measure.link import RConnection, bytes_exchanged, expect, measure_link
-from fastdecode.measure.neighbours import NeighbourFacts
+from fastdecode.measure.link import (
+    NeighbourFacts,
+    RConnection,
+    bytes_exchanged,
+    expect,
+    measure_link,
+)
 from fastdecode.wire.messages import PROTOCOL_VERSION, Inspect, Report
 from fastdecode.wire.zmq.hub import io_threads_for
 from rworker.binding import parse_cpu_list
@@ -157,10 +162,8 @@ def judge(
 ) -> Iterator[Finding]:
     """Yield the findings about an S-worker's host and its R-workers, each as soon as possible.
 
-    Args:
-        lacks_for_triton: What the build of the S-worker's fused kernels lacks.
-        neighbours: Links from each R-worker to the next, taken after ``workers``.
-        cpu_quota: CPU time per second that this host's control groups allow, if limited.
+    ``neighbours`` are links from each R-worker to the next, taken after ``workers``. ``cpu_quota``
+    is the CPU time per second that this host's control groups allow, if limited.
     """
     if forces_tf32(environment):
         text = (

@@ -26,11 +26,8 @@ class LiveView:
         self._age_s = 0.0
 
     def add(self, status: Mapping[str, Any], now_s: float | None = None) -> None:
-        """Add a status. That of another process replaces all earlier ones.
-
-        Args:
-            now_s: ``time.time()``, from which the age of a file's status is computed.
-        """
+        """Add a status. That of another process replaces all earlier ones. ``now_s`` is
+        ``time.time()``, from which the age of a file's status is computed."""
         if self._seen:
             # The clock of a machine is the same in all of its processes.
             old = self._seen[-1]

@@ -41,11 +41,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: Path) -> None:
-    """
-    Raises:
-        ConfigError: If the file's name has no known ending.
-        MissingExtraError: If matplotlib isn't installed.
-    """
+    """Raises ConfigError: If the file's name has no known ending, or matplotlib isn't installed."""
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(Given("plot", str(path)), ": the name must end in .png, .svg or .pdf")
     with imports_for("--plot"):

@@ -14,7 +14,7 @@ from fastdecode.engine.llm import LLM
 from fastdecode.engine.stats import EngineStats
 
 
-def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int) -> dict[str, Any]:
+def summarise(llm: LLM, started_s: float, num_requests: int, num_failed: int) -> dict[str, Any]:
     """Return the figures of a run. Times are seconds, measured inside this process.
 
     ``total_s`` is wall time since ``started_s`` (of ``time.perf_counter``). It includes imports,

@@ -19,8 +19,7 @@ from fastdecode.core.host.machine import default_kv_bytes
 from fastdecode.core.measurement import RProfile, SProfile
 from fastdecode.engine.setup.devices import choose_device
 from fastdecode.engine.setup.launch import RunningEngine
-from fastdecode.measure.calibrate import SEffort, calibrate_s
-from fastdecode.measure.steady import time_steady_steps
+from fastdecode.measure.calibrate import SEffort, calibrate_s, time_steady_steps
 from rworker.measure import Effort, Host, measure_r_part
 
 # The twin's cached tokens, so that it is filled in seconds, and its sequences.
@@ -29,7 +28,7 @@ MAX_TWIN_BATCH = 64
 
 
 class Twin:
-    """What runs here instead of a plan."""
+    """A plan's batch as this machine can run it."""
 
     def __init__(self, model: str, device: str, plan: PlanFile) -> None:
         dtype, kv_dtype, planned = plan.question.dtype, plan.question.kv_dtype, plan.steady
@@ -78,14 +77,9 @@ class Twin:
 
     def run(self, s: SProfile, r: RProfile, num_steps: int) -> dict[str, tuple[float, float]]:
         """Return what is predicted and what is measured, by quantity."""
-        system = System(
-            s=SPartModel.from_profile(s, self._costs),
-            r=RPartModel.from_profile(r, self._costs),
-            link=LinkModel.within_process(),
-            num_nics=1,
-            costs=self._costs,
-            workload=Workload(0, 1),
-        )
+        s_part, link = SPartModel.from_profile(s, self._costs), LinkModel.within_process()
+        r_part = RPartModel.from_profile(r, self._costs)
+        system = System(s_part, r_part, link, 1, self._costs, Workload(0, 1))
         twin = self.batch
         with contextlib.closing(RunningEngine(self._config)) as running:
             steps = time_steady_steps(running, twin.batch, twin.context_tokens, num_steps)

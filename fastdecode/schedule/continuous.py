@@ -1,27 +1,20 @@
-"""Continuous batching under a policy: the scheduler that all of
-``fastdecode.schedule.admission.policies`` shares.
+"""Continuous batching under a policy of ``fastdecode.schedule.admission.policies``.
 
-What holds under every policy:
+Under every policy:
 
-* First come, first served: nobody starts before the head of the queue, so
-  nobody starves.
-* Every running sequence gets on by at least one token in every step of its
-  lane; prompts run in chunks beside the decoding sequences and never hold them
-  up.
-* A step can't run out of KV blocks: what starts has reserved its room
-  (``starts``), and what outgrows it reserves more before it steps
-  (``outgrown``).
-* Where sequences are split, each part is placed, reserved and counted as load
-  on its own holder.
-* The 2nd to n-th sequences of a request wait until a sibling holds the prompt
-  and then fork it: all but the prompt's last token is shared, the last is run
-  again to get its logits.
+* First come, first served: no sequence starts before the head of the queue, so none starves.
+* Every running sequence advances by at least one token in every step of its lane. Prompts run in
+  chunks beside the decoding sequences and never hold them up.
+* A step can't run out of KV blocks: what starts has reserved its room (``starts``), and what
+  outgrows it reserves more before it steps (``outgrown``).
+* Each part of a split sequence is placed, reserved and counted as load on its own holder.
+* The 2nd to n-th sequences of a request wait until a sibling holds the prompt, and then fork it.
+  All but the prompt's last token is shared. The last one runs again for its logits.
 
-Room is granted by holders, which takes a round trip. A sequence that starts
-joins as soon as it has its room: where holders answer at once, in the very step
-that was planned; else in the lane's next one, for which its chunks are booked,
-so that a lane never waits while somebody in it can step. If an answer takes
-longer than a step, what was booked and projected is put off.
+Holders grant room, which takes a round trip. A sequence joins as soon as it has its room. Where
+holders answer at once, that is the step that was planned, else the lane's next one, for which its
+chunks are booked. So a lane never waits while a sequence in it can step. If an answer takes longer
+than a step, what was booked and projected is put off.
 """
 
 from __future__ import annotations
@@ -34,10 +27,9 @@ from collections.abc import Sequence as Seq
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
-from fastdecode.schedule.cache.prefetch import Prefetch
 from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
-from fastdecode.schedule.plan import Chunk, LanePlan, Start, Suspend
+from fastdecode.schedule.plan import Chunk, LanePlan, Start
 from fastdecode.schedule.reserving.holder_choice import OwnHolders
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.reserving.outgrown import Outgrown
@@ -47,23 +39,18 @@ from fastdecode.schedule.waiting_queue import WaitingQueue
 
 
 class ContinuousScheduler:
-    """See the module. Sequences arrive in ascending order of their ids. Nothing
-    here changes a sequence.
+    """See the module. Sequences arrive in ascending order of their ids, and are only read.
 
     Args:
         ledger: counts what is reserved.
-        make_lanes: makes so many empty lanes.
-        lengths: forecasts how a sequence's load is projected, and what it
-            reserves.
-        num_lanes: at the start.
-        max_num_sequences: most sequences that run at once, shared out evenly
-            among the lanes.
-        opening_steps: steps of a lane in which somebody runs, from a plan to
-            when what starts in it has its room; 0 where holders answer at once,
-            else 1.
-        hybrid: where one holder is the device: says who goes where, and which
-            lane is for whom.
-        places: which lane is for which holder; None: as ``hybrid`` says.
+        make_lanes: makes a number of empty lanes.
+        lengths: forecasts what a sequence reserves, and its load.
+        num_lanes: lanes at the start.
+        max_num_sequences: most sequences that run at once, shared evenly among the lanes.
+        opening_steps: steps of a lane from a plan until what starts in it has its room. 0 where
+            holders answer at once, else 1.
+        hybrid: where one holder is the device: which sequence goes where, and which lane is whose.
+        places: which lane is for which holder. None for what ``hybrid`` says.
     """
 
     def __init__(
@@ -87,27 +74,23 @@ class ContinuousScheduler:
         self._opening_steps = opening_steps
         self._starts = Starts(ledger, lengths, places or hybrid, first_part_id)
         self._outgrown = Outgrown(ledger, lengths)
-        self._ahead = Prefetch(ledger)
         self.lanes = make_lanes(num_lanes)
         self.parked = Parked(ledger)
-        """Those that run no more here, and keep what is cached."""
         self.waiting = WaitingQueue(self.lanes[0].admission.order)
         if hybrid is not None:
             hybrid.attach(lambda: (self.lanes, list(self.waiting)))
 
     @property
     def num_running(self) -> int:
-        """Sequences that have started, whether or not they have their room."""
+        """Sequences that have started, also those without room yet."""
         return sum(len(lane.running) for lane in self.lanes)
 
     def add(self, sequences: Iterable[Sequence]) -> None:
-        """The sequences of one request join the queue, in order. While all
-        holders are gone, nobody knows what those that come in their place will
-        have room for.
+        """Queue the sequences of one request. While all holders are gone, it is unknown what their
+        replacements will have room for.
 
         Raises:
-            CapacityError: holders could never have room for one of them; none
-                was added.
+            CapacityError: If holders could never have room for one of them. None is added then.
         """
         arrived = list(sequences)
         for sequence in arrived:
@@ -119,14 +102,12 @@ class ContinuousScheduler:
         self.waiting.arrive(arrived)
 
     def plan(self, lane_index: int, *, may_start: bool = True) -> LanePlan:
-        """What comes before the lane's next step. Its starts count as running
-        from now on.
+        """Return what precedes the lane's next step. Its starts count as running.
 
-        While sequences are unfinished, a plan for each lane in turn starts
-        somebody, or somebody is running.
+        While sequences are unfinished, a plan for each lane in turn starts one, or one is running.
 
         Args:
-            may_start: somebody may start.
+            may_start: sequences may start.
         """
         lane = self.lanes[lane_index]
         due = lane.due
@@ -151,18 +132,10 @@ class ContinuousScheduler:
             starts = self._start_waiting(lane)
         elif may_start:
             lane.admission.begin_step(lane.step, len(lane.running), 0, 0)
-        return LanePlan(
-            tuple(Suspend(run.sequence) for run in suspended), tuple(grows), tuple(starts)
-        )
-
-    def move_ahead(self) -> None:
-        """Have blocks moved between tiers before anybody needs that."""
-        self.ledger.copy_down()
-        self._ahead.look(self.waiting)
+        return LanePlan(tuple(run.sequence for run in suspended), tuple(grows), tuple(starts))
 
     def chunks(self, lane_index: int) -> tuple[Chunk, ...]:
-        """The lane's next step, as it was planned: of all that have their room;
-        none: nobody has it yet."""
+        """Return the lane's planned step, of all that have their room. Empty if none has it yet."""
         lane = self.lanes[lane_index]
         due = lane.due
         able = [run for run in due if run.is_open]
@@ -175,15 +148,15 @@ class ContinuousScheduler:
         return tuple(itertools.chain.from_iterable(of_runs))
 
     def granted(self, sequence: Sequence) -> None:
-        """A running sequence has all the room that was planned for it."""
+        """Note that a running sequence has all of its room."""
         for lane in self.lanes:
             run = lane.running.get(sequence.sequence_id)
             if run is not None:
                 run.is_open, run.is_fetching = True, False
 
     def rewind(self, sequence: Sequence) -> None:
-        """A running sequence, which is at rest, has fewer tokens cached than it
-        had: those that aren't are run again, once its room is granted anew."""
+        """Run tokens of a running sequence again that are not cached any more, once its room is
+        granted again. It is at rest."""
         lane = next(x for x in self.lanes if sequence.sequence_id in x.running)
         run = lane.running[sequence.sequence_id]
         run.is_open = False
@@ -198,7 +171,7 @@ class ContinuousScheduler:
         lane.postpone(run, 1)
 
     def finish(self, sequence: Sequence) -> None:
-        """The sequence, waiting or running, is over; what it had reserved is free."""
+        """End a waiting or running sequence, and free what it has reserved."""
         if self._stop(sequence):
             self._lengths.observe(sequence)
         else:
@@ -206,17 +179,16 @@ class ContinuousScheduler:
         self.ledger.cache.chains.end(sequence)
 
     def requeue(self, sequence: Sequence, *, was_over: bool = False) -> None:
-        """A running sequence has lost its cache, or one that ``was_over`` isn't:
-        it waits again, at its old place in the queue."""
+        """Queue a running sequence that has lost its cache at its old place. ``was_over``: it was
+        thought to be over."""
         stopped = self._stop(sequence)
         assert stopped is not was_over, "only a running sequence can be requeued"
         self.waiting.come_back(sequence)
 
     def regroup(self, num_lanes: int) -> None:
-        """From now on there are so many lanes, among which the running
-        sequences are shared out anew. No lane's step is in flight. Prompts keep
-        the room that was booked for them, so for a few steps a lane may run
-        more tokens than it should."""
+        """Share the running sequences among another number of lanes, while no step is in flight.
+        Prompts keep the room that was booked for them, so a lane may run more tokens than it should
+        for a few steps."""
         runs = [run for lane in self.lanes for run in lane.running.values()]
         whole_prompts = self.lanes[0].budget.whole_prompts
         self.lanes = self._make_lanes(num_lanes)
@@ -232,12 +204,12 @@ class ContinuousScheduler:
             _move(self.lanes[lane], run)
 
     def set_whole_prompts(self, whole_prompts: bool) -> None:
-        """How prompts begin from now on; see ``PrefillBudget``."""
+        """Set how prompts begin (``PrefillBudget``)."""
         for lane in self.lanes:
             lane.budget.whole_prompts = whole_prompts
 
     def _start_waiting(self, lane: Lane) -> list[Start]:
-        """Start as many as blocks, prefill budget and policy allow."""
+        """Start as many sequences as blocks, prefill budget and policy allow."""
         is_busy = any(run.is_open for run in lane.due)
         ahead = self._opening_steps if is_busy else 0
         if self.hybrid is not None and lane.index == 0:
@@ -265,7 +237,7 @@ class ContinuousScheduler:
         return starts
 
     def _stop(self, sequence: Sequence) -> bool:
-        """A sequence runs no more, if it does."""
+        """Stop a sequence. Return False if it does not run."""
         for lane in self.lanes:
             run = lane.running.get(sequence.sequence_id)
             if run is not None:
@@ -275,7 +247,6 @@ class ContinuousScheduler:
         return self.parked.end(sequence)
 
     def check_invariants(self) -> None:
-        """Recount what is promised."""
         runs = [run for lane in self.lanes for run in lane.running.values()]
         held = [*runs, *self.parked.runs.values()]
         self.ledger.check_invariants(run.residence for run in held)
@@ -290,7 +261,7 @@ class ContinuousScheduler:
 
 
 def _move(lane: Lane, run: RunningSequence) -> None:
-    """A running sequence goes on in a new lane, whose first step is still to come."""
+    """Continue a running sequence in a new lane, which has not stepped yet."""
     length = len(run.sequence.token_ids) - max(0, len(run.prefill) - 1)
     run.projected = MicroBatch(1, max(run.projected.target_length, length), 0, length)
     lane.budget.book(run.prefill, run.sequence.num_cached, parts=_parts(run), ahead=1)
@@ -301,8 +272,7 @@ def _move(lane: Lane, run: RunningSequence) -> None:
 def _running_sibling(
     lanes: Iterable[Lane], parked: Parked, sequence: Sequence
 ) -> RunningSequence | None:
-    """A running or parked sequence of the same request: the one that has its room, and
-    most tokens cached."""
+    """Return the running or parked sequence of the same request with its room and most tokens."""
     if sequence.request.params.n == 1:
         return None
     running = (run for lane in lanes for run in lane.running.values())
@@ -312,21 +282,21 @@ def _running_sibling(
 
 
 def _ends(run: RunningSequence, step: int) -> bool:
-    """Whether this step of its lane is its last for certain."""
+    """Return True if this step of its lane is surely its last."""
     sequence = run.sequence
     is_last = not run.prefill and sequence.num_generated + 1 >= sequence.request.max_tokens
     return is_last and run.is_open and run.first_step <= step
 
 
 def _put_off(lane: Lane, run: RunningSequence) -> None:
-    """A sequence that was to step hasn't its room yet."""
+    """Put off a sequence that was to step and does not have its room yet."""
     lane.budget.unbook(run.prefill, run.sequence.num_cached, parts=_parts(run))
     lane.postpone(run, 1)
     _book(lane, run, ahead=1)
 
 
 def _book(lane: Lane, run: RunningSequence, ahead: int) -> bool:
-    """Book its prompt anew, from so many steps on, if that one has room; says whether it had."""
+    """Book its prompt again, ``ahead`` steps from here. Return False if there is no room."""
     run.first_step = lane.step + ahead
     if run.prefill:
         first, parts = run.sequence.num_cached, _parts(run)
@@ -340,5 +310,5 @@ def _book(lane: Lane, run: RunningSequence, ahead: int) -> bool:
 
 
 def _parts(run: RunningSequence) -> tuple[HolderId, ...] | None:
-    """As ``PrefillBudget`` is told of them."""
+    """Return its parts as ``PrefillBudget`` wants them."""
     return run.holders if len(run.residence.parts) > 1 else None

@@ -12,8 +12,9 @@ from fastdecode.core.holders import HolderId
 from fastdecode.schedule.admission.by_forecast import ByForecast, stabilizing_gain
 from fastdecode.schedule.admission.policies import Admission, FixedF, Greedy, Synchronized
 from fastdecode.schedule.admission.stabilized import Stabilized
-from fastdecode.schedule.cache.prefix_cache import PrefixCache
+from fastdecode.schedule.cache.holdings import Holdings
 from fastdecode.schedule.cache.retention import Policy
+from fastdecode.schedule.cache.stock import Stock
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.hybrid.control import HybridControl, HybridOptions
 from fastdecode.schedule.lengths import LearntLengths, LengthPredictor
@@ -59,7 +60,7 @@ def make_scheduler(
         hybrid: one of the holders is the device, the others are R-workers; with
             ``times``.
         keeps_blocks: KV blocks outlive their sequences.
-        cache_policy, window: see ``PrefixCache``; split sequences are kept as a
+        cache_policy, window: see ``Stock``; split sequences are kept as a
             whole, whatever the window.
         swap_threshold: see ``BlockLedger``.
         lengths: forecasts what sequences generate; None: it is learned.
@@ -72,15 +73,15 @@ def make_scheduler(
     if lengths is None:
         guess = batching.expected_output_tokens
         lengths = LearntLengths(batching.length_quantile, first_guess=guess)
-    cache = PrefixCache(
+    stock = Stock(
         len(blocks),
         block_size,
-        keeps_blocks,
         cache_policy,
         clock,
         only_ends=split is not None,
         window=window if split is None else None,
     )
+    cache = Holdings(stock, keeps_blocks=keeps_blocks)
     home = None if hybrid is None else hybrid.device
     reserve = 0.0 if batching.length_quantile is None else RESERVE
     rows = options.max_closed_rows

@@ -1,5 +1,4 @@
-"""What runs under a ``ContinuousScheduler``: sequences, with what was promised
-to them, and the lanes they are in."""
+"""Running sequences, with what was promised to them, and their lanes."""
 
 from __future__ import annotations
 
@@ -19,27 +18,24 @@ from fastdecode.schedule.prefill import PrefillBudget
 from fastdecode.schedule.reserving.ledger import BlockLedger
 
 NOT_BOOKED: Final = sys.maxsize
-"""Of a sequence that has no first step: later than any."""
+"""Stands for a sequence's first step, later than any: there is none."""
 
 
 @dataclass(eq=False)
 class RunningSequence:
-    """A running sequence, and what was promised to it."""
-
     sequence: Sequence
     projected: MicroBatch
     """Its load from its start, or from when it outlived what was projected first."""
     prefill: deque[int]
     """Chunks that are still booked."""
     first_step: int
-    """Of its lane: what is booked begins there. ``NOT_BOOKED``: nothing is, for want
-    of room; so it can't step."""
+    """Step of its lane in which these begin. ``NOT_BOOKED`` if there was no room: it can't step."""
     until: int
-    """It may have so many tokens cached before it needs more room, or another projection."""
+    """Tokens that it may have cached before it needs more room, or another projection."""
     is_open: bool = False
-    """All the room that it has was granted."""
+    """All of its room was granted."""
     is_fetching: bool = False
-    """It waits for kept blocks, and nothing was asked for it yet."""
+    """It waits for cached blocks, and no room was asked for it yet."""
     decode: Chunk = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,11 +48,10 @@ class RunningSequence:
 
     @property
     def holders(self) -> tuple[HolderId, ...]:
-        """Of each part."""
         return self.residence.holders
 
     def next_prompt_chunks(self) -> tuple[Chunk, ...]:
-        """What of its prompt runs in the next step. Some is booked."""
+        """Return what runs of its prompt in the next step. Some is booked."""
         sequence, num_tokens = self.sequence, self.prefill.popleft()
         num_filling = min(num_tokens, len(sequence.gap))
         if not 0 < num_filling < num_tokens:
@@ -72,16 +67,15 @@ class Lane:
     step: int = -1
     """The lane's own count of steps."""
     is_planned: bool = False
-    """Its next step is planned, and hasn't begun."""
+    """Its next step is planned, and has not begun."""
     running: dict[int, RunningSequence] = field(default_factory=dict)
-    """By sequence_id, in order of their start."""
+    """Running sequences by id, in order of their start."""
     reserved_tokens: Counter[HolderId] = field(default_factory=Counter)
     index: int = 0
-    """Which lane it is."""
 
     @property
     def due(self) -> list[RunningSequence]:
-        """Those that were to run in its present step."""
+        """Sequences that were to run in its present step."""
         step = self.step
         return [run for run in self.running.values() if run.first_step <= step]
 
@@ -93,12 +87,11 @@ class Lane:
 
     @property
     def num_next_tokens(self) -> int:
-        """Most that its next step runs, once that is planned."""
+        """Most tokens that its next step runs, once that is planned."""
         due = self.due
         return sum([run.prefill[0] if run.prefill else 1 for run in due])
 
     def enter(self, run: RunningSequence, residence: Residence) -> None:
-        """A sequence runs in the lane from now on."""
         first, *others = loads(residence, run.projected)
         self.admission.add(*first)
         for holder, load in others:
@@ -108,7 +101,7 @@ class Lane:
         self.running[run.sequence.sequence_id] = run
 
     def leave(self, run: RunningSequence, at: int) -> None:
-        """It runs no more, from the lane's step ``at`` on."""
+        """Remove a sequence from the lane's step ``at`` on."""
         del self.running[run.sequence.sequence_id]
         (holder, load), *others = loads(run.residence, run.projected)
         self.admission.end(holder, load, at)
@@ -118,38 +111,32 @@ class Lane:
             self.reserved_tokens[part.holder] -= part.num_tokens
 
     def prolong(self, run: RunningSequence, projected: MicroBatch) -> None:
-        """It has come to the end of its projection, and goes on like this."""
+        """Replace the projection of a sequence that has outlived it."""
         run.projected = projected
         for holder, load in loads(run.residence, projected):
             self.admission.prolong(holder, load)
 
     def postpone(self, run: RunningSequence, steps: int) -> None:
-        """What was projected of it comes so many steps later."""
+        """Put off what was projected of a sequence."""
         for holder, load in loads(run.residence, run.projected):
             self.admission.unload(holder, load, self.step)
         self.prolong(run, replace(run.projected, start=run.projected.start + steps))
 
 
 class Parked:
-    """Sequences that run no more, and keep what they have reserved.
-
-    Args:
-        ledger: counts that.
-    """
+    """Sequences that run no more, and keep what they have reserved."""
 
     def __init__(self, ledger: BlockLedger) -> None:
         self._ledger = ledger
-        self.runs: dict[int, RunningSequence] = {}
-        """By sequence_id."""
+        self.runs: dict[int, RunningSequence] = {}  # by sequence id
 
     def park(self, lanes: Iterable[Lane], sequence: Sequence) -> None:
-        """A running sequence is parked."""
         lane = next(lane for lane in lanes if sequence.sequence_id in lane.running)
         run = self.runs[sequence.sequence_id] = lane.running[sequence.sequence_id]
         lane.leave(run, at=lane.step + 1)
 
     def end(self, sequence: Sequence) -> bool:
-        """What a sequence has reserved is free, if it is parked; whether it was."""
+        """Free what a parked sequence has reserved. Return False if it is not parked."""
         run = self.runs.pop(sequence.sequence_id, None)
         if run is not None:
             self._ledger.release(run.residence, sequence)
@@ -157,7 +144,7 @@ class Parked:
 
 
 def loads(residence: Residence, projected: MicroBatch) -> list[tuple[HolderId, MicroBatch]]:
-    """Of a sequence's projected load, what each part is of it, and where."""
+    """Return the holder and the load of each part of a sequence."""
     if len(residence.parts) == 1:
         return [(residence.parts[0].holder, projected)]
     return [
@@ -170,29 +157,28 @@ def arrival(run: RunningSequence) -> int:
 
 
 def cached_at_end(sequence: Sequence, num_generated: int) -> int:
-    """Tokens that a sequence has cached when it ends with so many generated:
-    the last one never is."""
+    """Count the tokens that a sequence has cached at its end. The last one never is."""
     return sequence.num_prompt_tokens + num_generated - 1
 
 
 @dataclass(frozen=True)
 class LaneShares:
-    """Of the lanes' places for sequences.
+    """How lanes share the places for sequences.
 
     Args:
         max_num_sequences: most sequences that run at once.
-        are_even: every lane gets its share of them; else the first one that finds room.
+        are_even: every lane gets its share. Otherwise the first lane that finds room gets all.
     """
 
     max_num_sequences: int
     are_even: bool
 
     def num_free(self, lane: Lane, lanes: Seq[Lane], num_waiting: int, num_ending: int) -> int:
-        """Sequences for which there will be a place in a lane of these.
+        """Count the sequences for which there will be a place in one of the lanes.
 
         Args:
-            num_waiting: for a place in any of them.
-            num_ending: that make place for others.
+            num_waiting: sequences that wait for a place in any.
+            num_ending: sequences that leave their places.
         """
         num_running = sum(len(each.running) for each in lanes)
         most = min(num_waiting, self.max_num_sequences - num_running + num_ending)

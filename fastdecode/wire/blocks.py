@@ -3,11 +3,13 @@
 ======================  =========  =============================================================
 message                 direction  meaning, and the answer
 ======================  =========  =============================================================
-``CloseSequence``       S/R → R    free a sequence's blocks, or cache its last one; no answer
-``TruncateSequence``    S/R → R    forget a sequence's last tokens → ``Accepted``, ``Refused``
-``KeepBlocks``          S/R → R    cache full blocks of a sequence under keys; no answer
-``ResumeSequence``      S/R → R    open a sequence with cached blocks → ``Accepted``, ``Refused``
-``ForgetBlocks``        S/R → R    evict cached blocks, or copies in the tier; no answer
+``Open``                S/R → R    reserve room for a new sequence: empty, or starting with tokens
+                                   of a parent, or with cached blocks → ``Accepted``, ``Refused``
+``Close``               S/R → R    free a sequence's blocks, or cache its last one; no answer
+``Extend``              S/R → R    enlarge an open sequence's room → ``Accepted``, ``Refused``
+``Truncate``            S/R → R    forget a sequence's last tokens → ``Accepted``, ``Refused``
+``Name``                S/R → R    cache full blocks of a sequence under keys; no answer
+``Forget``              S/R → R    evict cached blocks, or copies in the tier; no answer
 ``ExpectTokens``        S/R → R    more tokens of sequences will arrive as chunks; no answer
 ``StoreChunk``          S/R → R    K and V of expected tokens → ``ChunkStored``
 ``FetchChunk``          S/R → R    read K and V of cached tokens → ``FetchedChunk``, or
@@ -22,10 +24,10 @@ message                 direction  meaning, and the answer
 ``Replicated``          R → S      unasked: the neighbour has all that was cached when a lane's
                                    step had ended; at first, that it has room
 ``Unprotected``         R → S      unasked: the replica is lost, and why
-``UseTier``             S → R      open the lower tier → ``Stocked``, out of order
-``StoreBlocks``         S → R      copy cached blocks to the tier → ``Moved``, out of order
-``FetchBlocks``         S → R      make room for blocks of the tier, and copy them back
-                                   → ``Fetching`` now and then, then ``Moved``, out of order
+``UseTier``             S → R      open the lower tier → ``Inventory``, out of order
+``Retain``              S → R      copy cached blocks to the tier → ``Done``, out of order
+``Fetch``               S → R      make room for blocks of a source, and copy them
+                                   → ``Progress`` now and then, then ``Done``, out of order
 ``ExportSequence``      S → R      readers with this ticket may read a sequence; no answer
 ``Pull``                S → R      fetch an empty sequence's tokens from other R-workers
                                    → ``Pulled``, out of order
@@ -56,7 +58,7 @@ full blocks of open sequences are cached. A ``tail`` is the key of the last bloc
 
 **Tier.** A block that moves may not be forgotten before its job ends. A fetched block has its key
 at once: a sequence that resumes with it attends a layer when that has come. If the block fails,
-``Moved`` comes before the answer to the step's last layer, and nothing of that step is valid.
+``Done`` comes before the answer to the step's last layer, and nothing of that step is valid.
 
 **Sessions.** ``Hello.session`` is a secret of one engine's run. A replica outlives the neighbour
 that stores it, until the last S-worker of the session has left. A cache with ``Hello.outlives``
@@ -129,13 +131,14 @@ MAX_PIECES: Final = 1 << 14  # sequences of one chunk
 MAX_SOURCES: Final = 1 << 10  # sources of one pull
 MOST_LINK_BYTES: Final = 1 << 30
 """Bytes in flight on one replication link. A busy peer takes in twice that before it is lost."""
-MOST_MOVED: Final = 1 << 12  # blocks of one job, and of one ``Stocked``
+MOST_MOVED: Final = 1 << 12  # blocks of one job, and of one ``Inventory``
 MAX_SLOTS: Final = 1 << 24  # blocks of one holder's lower tier
 ON_DISK: Final = "disk:"
 """Stands for a neighbour's address: the replica goes into a file."""
 NO_STEP: Final = -1  # stands for a step's number: none has ended yet
 SESSION_RESUMED: Final = "session_resumed"
 """Error code for an S-worker whose cache another one has resumed."""
+NO_PARENT: Final = -1  # stands for a sequence: it starts without one
 MISSING: Final = -1  # stands for a number of tokens: the cache lacks the sequence
 
 
@@ -206,7 +209,33 @@ class Reserving(ForHolder, frozen=True):
         return next((answer for answer in found if isinstance(answer, Refused)), found[0])
 
 
-class CloseSequence(ForHolder, frozen=True, tag=4):
+class Open(Reserving, frozen=True, tag=2):
+    sequence_id: Count
+    num_reserved_tokens: SomeTokens
+    """Room in tokens, those that it starts with included, so that no later step of the sequence can
+    run out of blocks."""
+    num_tokens: Tokens = 0
+    """Tokens that it starts with: of the parent, whose blocks are shared, and copied when they are
+    first appended to; or of the cached blocks and the gap, all but some of the last block's, if
+    not all."""
+    keys: Keys | None = None  # keys of cached blocks, in the order of their tokens
+    gap_start: Tokens = 0
+    gap_stop: Tokens = 0
+    """The gap, in tokens: whole blocks that are missing between cached ones. Equal if all are
+    cached."""
+    parent_id: Annotated[int, Meta(ge=NO_PARENT, le=MAX_ID)] = NO_PARENT
+    """Open sequence with at least ``num_tokens`` tokens, if it starts with these."""
+    holder: CacheId = THE_ONLY
+
+    def __post_init__(self) -> None:
+        if self.gap_stop < self.gap_start:
+            raise ProtocolError(f"gap_stop={self.gap_stop} is before gap_start={self.gap_start}")
+
+    def undo(self) -> Close:
+        return Close(self.sequence_id, self.holder)
+
+
+class Close(ForHolder, frozen=True, tag=4):
     sequence_id: Count
     holder: CacheId = THE_ONLY
     tail: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
@@ -215,13 +244,20 @@ class CloseSequence(ForHolder, frozen=True, tag=4):
     in_every_stage = True
 
 
-class TruncateSequence(Reserving, frozen=True, tag=13):
+class Extend(Reserving, frozen=True, tag=8):
+    sequence_id: Count
+    num_reserved_tokens: SomeTokens
+    """Room in tokens, not less than before."""
+    holder: CacheId = THE_ONLY
+
+
+class Truncate(Reserving, frozen=True, tag=13):
     sequence_id: Count
     num_tokens: Tokens  # tokens that it keeps, at most as many as it has
     holder: CacheId = THE_ONLY
 
 
-class KeepBlocks(ForHolder, frozen=True, tag=16, eq=False):
+class Name(ForHolder, frozen=True, tag=16, eq=False):
     sequence_id: Count
     first_block: Block  # place of the first key's block in the sequence's block table
     keys: Keys
@@ -230,28 +266,7 @@ class KeepBlocks(ForHolder, frozen=True, tag=16, eq=False):
     in_every_stage = True
 
 
-class ResumeSequence(Reserving, frozen=True, tag=17, eq=False):
-    sequence_id: Count
-    num_reserved_tokens: SomeTokens  # room in tokens, the cached ones included
-    num_tokens: SomeTokens
-    """Tokens that the sequence takes of the cached blocks and the gap: all but some of the last
-    block's, if not all."""
-    keys: Keys  # keys of the cached blocks, in the order of their tokens
-    gap_start: Tokens = 0
-    gap_stop: Tokens = 0
-    """The gap, in tokens: whole blocks that are missing between cached ones. Equal if all are
-    cached."""
-    holder: CacheId = THE_ONLY
-
-    def __post_init__(self) -> None:
-        if self.gap_stop < self.gap_start:
-            raise ProtocolError(f"gap_stop={self.gap_stop} is before gap_start={self.gap_start}")
-
-    def undo(self) -> CloseSequence:
-        return CloseSequence(self.sequence_id, self.holder)
-
-
-class ForgetBlocks(ForHolder, frozen=True, tag=18, eq=False):
+class Forget(ForHolder, frozen=True, tag=18, eq=False):
     keys: Keys
     is_below: bool = False  # true for blocks of the lower tier, which may lack them
     holder: CacheId = THE_ONLY
@@ -462,10 +477,10 @@ class UseTier(ForHolder, frozen=True, tag=40):
         return replace(self, identity=blake2b(name, digest_size=32).hexdigest())
 
 
-class StoreBlocks(ForHolder, frozen=True, tag=41, eq=False):
+class Retain(ForHolder, frozen=True, tag=41, eq=False):
     job: Count
     keys: Keys
-    num_tokens: I32  # tokens up to each block's end; ``Stocked`` reports them later
+    num_tokens: I32  # tokens up to each block's end; ``Inventory`` reports them later
     holder: CacheId = THE_ONLY
 
     said_by = S_WORKERS
@@ -476,17 +491,20 @@ class StoreBlocks(ForHolder, frozen=True, tag=41, eq=False):
         check_rows(self.keys, num_tokens=self.num_tokens)
 
 
-class FetchBlocks(ForHolder, frozen=True, tag=42, eq=False):
+class Fetch(ForHolder, frozen=True, tag=42, eq=False):
     job: Count
     keys: Keys
+    source: Annotated[tuple[KVSource, ...], Meta(max_length=MAX_SOURCES)] = ()
+    """Empty for the cache's own tier."""
     holder: CacheId = THE_ONLY
 
     said_by = S_WORKERS
     is_transfer = True
     in_every_stage = True
+    is_long = True
 
 
-class Fetching(Message, frozen=True, tag=102):
+class Progress(Message, frozen=True, tag=102):
     holder: Holder
     job: Count
     num_there: Annotated[int, Meta(ge=1, lt=MAX_LAYERS)]
@@ -501,10 +519,11 @@ class Fetching(Message, frozen=True, tag=102):
             raise ProtocolError(f"num_there={self.num_there} of num_layers={self.num_layers}")
 
 
-class Moved(Message, frozen=True, tag=100, eq=False):
+class Done(Worded, frozen=True, tag=100, eq=False):
     holder: Holder
     job: Count
-    failed: Keys
+    missing: Keys
+    """Keys of blocks that were not moved."""
     num_bytes: Count
     seconds: Seconds
     num_unread: Count = 0
@@ -515,6 +534,8 @@ class Moved(Message, frozen=True, tag=100, eq=False):
     """Blocks since then that the disk did not take."""
     num_late: Count = 0
     """Blocks since then that a step could not wait for any longer."""
+    reason: Text = ""
+    """Why the job failed. Empty if its blocks failed one by one, or none did."""
 
     @property
     def faults(self) -> tuple[int, int, int, int]:
@@ -522,7 +543,7 @@ class Moved(Message, frozen=True, tag=100, eq=False):
         return self.num_unread, self.num_damaged, self.num_unwritten, self.num_late
 
 
-class Stocked(Message, frozen=True, tag=101, eq=False):
+class Inventory(Message, frozen=True, tag=101, eq=False):
     """Part of a list of the tier's blocks, the oldest first."""
 
     holder: Holder
@@ -609,10 +630,10 @@ class DescribeExport(Asking, frozen=True, tag=58):
     said_by = frozenset({Role.READER})
 
 
-KeptToRWorker: TypeAlias = KeepBlocks | ResumeSequence | ForgetBlocks
-TierToRWorker: TypeAlias = UseTier | StoreBlocks | FetchBlocks
+KeptToRWorker: TypeAlias = Open | Extend | Truncate | Close | Name | Forget
+TierToRWorker: TypeAlias = UseTier | Retain | Fetch
 BlocksToRWorker: TypeAlias = (
-    CloseSequence | TruncateSequence | KeptToRWorker | TierToRWorker | ExpectTokens | StoreChunk
+    KeptToRWorker | TierToRWorker | ExpectTokens | StoreChunk
     | FetchChunk | TakeOver | DropCache | Replicate | Restore | ExportSequence | Pull
     | DescribeExport
 )  # fmt: skip
@@ -621,6 +642,6 @@ BlocksAnswer: TypeAlias = (
     Accepted | Refused | AttendResult | ChunkAnswer | TakenOver | ExportDescription
 )
 ReplicationNews: TypeAlias = Replicated | Unprotected | Dropped
-TierNews: TypeAlias = Fetching | Moved | Stocked
+TierNews: TypeAlias = Progress | Done | Inventory
 MoveNews: TypeAlias = TierNews | Pulled
 """Reports on K and V that moved in the background."""

@@ -6,13 +6,6 @@ message             direction  meaning, and the answer
 ``Hello``           S → R      protocol version, role, holder, model, KV cache and
                                attention of every layer → ``Welcome``; a second one
                                starts the holder afresh, without sequences or steps
-``OpenSequence``    S → R      reserve room for a new sequence → ``Accepted`` or
-                               ``Refused``
-``ForkSequence``    S → R      a new sequence that starts with a prefix of its
-                               parent's cached tokens (blocks are shared, copied on
-                               write) → ``Accepted`` or ``Refused``
-``ExtendSequence``  S → R      enlarge an open sequence's room → ``Accepted`` or
-                               ``Refused``
 ``BeginStep``       S → R      which sequences step, how many tokens each appends
                                and attends; once a step and lane, not once a layer;
                                no answer
@@ -108,12 +101,12 @@ from fastdecode.wire.blocks import (
     KeptToRWorker,
     MoveNews,
     ReplicationNews,
-    Reserving,
     TierToRWorker,
-    TruncateSequence,
     check_rows,
 )
-from fastdecode.wire.blocks import CloseSequence as CloseSequence
+from fastdecode.wire.blocks import Close as Close
+from fastdecode.wire.blocks import Extend as Extend
+from fastdecode.wire.blocks import Open as Open
 from fastdecode.wire.blocks import Refused as Refused
 from fastdecode.wire.traits import (
     ANYBODY,
@@ -130,7 +123,6 @@ from fastdecode.wire.traits import (
     Lane,
     Layer,
     Role,
-    SomeTokens,
     Text,
     Worded,
     compare_versions,
@@ -142,7 +134,7 @@ from fastdecode.wire.traits import MAX_LANES as MAX_LANES
 from fastdecode.wire.traits import Activations as Activations
 from fastdecode.wire.traits import Message as Message
 
-PROTOCOL_VERSION = 24
+PROTOCOL_VERSION = 25
 
 MAX_STEP_TOKENS = 1 << 23
 """Most tokens that a step of one lane appends on one R-worker, and most that it attends there.
@@ -250,37 +242,6 @@ class Hello(ForHolder, frozen=True, tag=1):
         )
 
 
-class OpenSequence(Reserving, frozen=True, tag=2):
-    sequence_id: Count
-    num_reserved_tokens: SomeTokens
-    """Room in tokens, so that no later step of the sequence can run out of blocks."""
-    holder: CacheId = THE_ONLY
-
-    def undo(self) -> CloseSequence:
-        return CloseSequence(self.sequence_id, self.holder)
-
-
-class ForkSequence(Reserving, frozen=True, tag=3):
-    parent_id: Count
-    sequence_id: Count
-    num_shared_tokens: SomeTokens
-    """First tokens of the parent that the new sequence starts with, 1 to the parent's cached
-    tokens. Their blocks are shared; the first append into a shared block copies it first."""
-    num_reserved_tokens: SomeTokens
-    """Room in tokens, the shared ones included."""
-    holder: CacheId = THE_ONLY
-
-    def undo(self) -> CloseSequence:
-        return CloseSequence(self.sequence_id, self.holder)
-
-
-class ExtendSequence(Reserving, frozen=True, tag=8):
-    sequence_id: Count
-    num_reserved_tokens: SomeTokens
-    """Room in tokens, not less than before."""
-    holder: CacheId = THE_ONLY
-
-
 class BeginStep(ForHolder, frozen=True, tag=5, eq=False):
     step: Count
     lane: Lane
@@ -357,15 +318,10 @@ class Shutdown(Asking, frozen=True, tag=7):
     said_by = ANYBODY
 
 
-AboutCaches: TypeAlias = (
-    Hello | OpenSequence | ForkSequence | ExtendSequence | Inspect | Shutdown | BlocksToRWorker
-)
+AboutCaches: TypeAlias = Hello | Inspect | Shutdown | BlocksToRWorker
 """Messages that an R-worker gets between steps, and during them."""
 ToRWorker: TypeAlias = BeginStep | Attend | AboutCaches
-Room: TypeAlias = (
-    OpenSequence | ForkSequence | ExtendSequence | CloseSequence | KeptToRWorker | TruncateSequence
-    | TierToRWorker
-)  # fmt: skip
+Room: TypeAlias = KeptToRWorker | TierToRWorker
 """Messages with ``in_every_stage``: the R-workers of a column get them in all stages alike."""
 Greeting: TypeAlias = Hello | Inspect | DescribeExport
 """First messages of a peer."""

@@ -1,5 +1,4 @@
-"""The blocks of one cache: which are free, how often each is referred to, and
-how many are promised."""
+"""The blocks of one cache: free ones, references, and promises."""
 
 from __future__ import annotations
 
@@ -18,18 +17,16 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_promised = 0
-        """Blocks that are to be had whatever comes; at most those that are free."""
-        # Free blocks are those given back, on a stack, and those never taken
-        # yet, from _num_taken on. So memory that was touched before is used
-        # again first, both the cache's and that of the arrays here.
+        """Free blocks that sequences may take at any time."""
+        # Free blocks are those given back, on a stack, and those never taken yet, from _num_taken
+        # on. So memory that was touched before is used again first, also that of the arrays here.
         self._returned = np.empty(num_blocks, np.int32)
         self._num_returned = 0
         self._num_taken = 0
         self._refcount = np.zeros(num_blocks, np.int32)
         self.has_shared = False
         """Several sequences refer to some block, or have."""
-        # Sequences whose tail the block is. Kept for shared blocks only: an
-        # append need not touch it.
+        # Sequences whose tail the block is. Only of shared blocks: an append need not touch it.
         self._num_tails = np.zeros(num_blocks, np.int32)
 
     @property
@@ -39,12 +36,12 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Free blocks that are promised to nobody."""
+        """Free blocks that are not promised."""
         return self.num_free - self.num_promised
 
     @property
     def free(self) -> NDArray[np.int64]:
-        """The free blocks; those given back first."""
+        """The free blocks, those given back first."""
         fresh = np.arange(self._num_taken, self.num_blocks)
         return np.concatenate((self._returned[: self._num_returned], fresh))
 
@@ -53,7 +50,7 @@ class BlockPool:
         return sum(x.nbytes for x in (self._returned, self._refcount, self._num_tails))
 
     def are_shared(self, blocks: Blocks) -> NDArray[np.bool_]:
-        """Whether several sequences refer to each."""
+        """Return True for each block that several sequences refer to."""
         shared: NDArray[np.bool_] = self._refcount[blocks] > 1
         return shared
 
@@ -72,7 +69,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Blocks, *, had_tail: bool, has_tail: bool) -> None:
-        """A sequence more refers to a prefix of another's blocks.
+        """Let one more sequence refer to a prefix of another's blocks.
 
         Args:
             had_tail: the last of them is the other's tail.
@@ -88,16 +85,12 @@ class BlockPool:
         self._refcount[blocks] += 1
 
     def leave_tail(self, block: int) -> None:
-        """A sequence has copied its shared tail, and refers to it no more."""
+        """End the reference of a sequence that has copied its shared tail."""
         self._refcount[block] -= 1
         self._num_tails[block] -= 1
 
     def leave(self, blocks: Blocks, *, has_tail: bool) -> None:
-        """A sequence refers to its blocks no more.
-
-        Args:
-            has_tail: the last of them is its tail.
-        """
+        """End a sequence's references. ``has_tail``: the last block is its tail."""
         refcounts = self._refcount[blocks]
         shared = blocks[refcounts > 1]
         if shared.size:
@@ -113,34 +106,31 @@ class BlockPool:
         self._num_returned += int(freed.size)
 
     def set_tail(self, blocks: Blocks, *, is_tail: bool) -> None:
-        """What a sequence has of each of these is from now on its tail, or no
-        longer. Of blocks that nobody else refers to it isn't counted."""
+        """Make each block a sequence's tail, or no longer. Only shared blocks are counted."""
         shared = blocks[self._refcount[blocks] > 1]
         owed = self._num_owed_copies(shared)
         self._num_tails[shared] += 1 if is_tail else -1
         self.num_promised += self._num_owed_copies(shared) - owed
 
     def num_lacking(self, left: Blocks, becomes_tail: Blocks) -> int:
-        """How many blocks are too few if a sequence leaves some, is promised as
-        many, and has another as its tail; 0 or less: there are enough. At most
-        so many: what others are owed less isn't taken off."""
+        """Return how many blocks are lacking at most if a sequence leaves some, is promised as
+        many, and has another as its tail. 0 or less if there are enough."""
         num_kept = int((self._refcount[left] > 1).sum())
         shared = becomes_tail[self._refcount[becomes_tail] > 1]
         num_owed = int((self._num_tails[shared] < self._refcount[shared] - 1).sum())
         return num_kept + num_owed - self.num_available
 
     def _num_owed_copies(self, shared: Blocks) -> int:
-        """Copies that sequences which have one of these blocks as their tail may still need."""
+        """Count the copies that sequences with these blocks as tails may still need."""
         return int(np.minimum(self._num_tails[shared], self._refcount[shared] - 1).sum())
 
     def check_invariants(
         self, refcount: NDArray[np.int64], num_tails: NDArray[np.int64], growth: int
     ) -> None:
-        """Compare with what was recounted from the block tables.
+        """Compare with what the block tables say.
 
         Args:
-            refcount: [num_blocks].
-            num_tails: [num_blocks].
+            refcount, num_tails: of each block.
             growth: blocks that sequences may still take for their own tokens.
         """
         assert (refcount == self._refcount).all(), "reference counts are off"

@@ -1,5 +1,4 @@
-"""The block table of every open sequence: a row of one array each, beside how
-many tokens it has."""
+"""The block table of every open sequence, a row of one array each."""
 
 from __future__ import annotations
 
@@ -18,11 +17,7 @@ _FIRST_WIDTH = 16
 
 
 class BlockTables:
-    """Open sequences, by id; each has a row of the arrays.
-
-    Args:
-        block_size: tokens a block holds.
-    """
+    """Open sequences by id. Each has a row of the arrays."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -36,7 +31,7 @@ class BlockTables:
         self.reserved = np.zeros(0, np.int64)
         """Tokens that the sequence may grow to."""
         self.gaps: dict[int, range] = {}
-        """Row → tokens that are missing, with others behind them. Few have any."""
+        """Missing tokens with others behind them, by row."""
 
     @property
     def nbytes(self) -> int:
@@ -44,14 +39,14 @@ class BlockTables:
         return sum(array.nbytes for array in arrays)
 
     def row(self, sequence_id: int) -> int:
-        """Raises ProtocolError: the sequence is not open."""
+        """Return a sequence's row. Raises: ProtocolError: If it is not open."""
         try:
             return self.row_of[sequence_id]
         except KeyError:
             raise ProtocolError(f"sequence {sequence_id} is not open") from None
 
     def rows(self, sequence_ids: NDArray[np.int64]) -> Rows:
-        """Raises ProtocolError: one of the sequences is not open."""
+        """Return sequences' rows. Raises: ProtocolError: If one is not open."""
         try:
             found = map(self.row_of.__getitem__, sequence_ids.tolist())
             rows: Rows = np.fromiter(found, np.int64, len(sequence_ids))
@@ -60,12 +55,11 @@ class BlockTables:
         return rows
 
     def leading(self, row: int) -> int:
-        """Tokens that the sequence has without a gap: where it goes on."""
+        """Count the tokens that a sequence has before its gap, or all."""
         gap = self.gaps.get(row)
         return int(self.lengths[row]) if gap is None else gap.start
 
     def of_row(self, row: int) -> NDArray[np.int32]:
-        """A view of one table."""
         table: NDArray[np.int32] = self.blocks[row, : self.widths[row]]
         return table
 
@@ -73,14 +67,14 @@ class BlockTables:
         return -(-num_tokens // self.block_size)
 
     def growth(self, row: int) -> int:
-        """Blocks that the sequence may still take for tokens of its own."""
+        """Count the blocks that a sequence may still take for tokens of its own."""
         num_blocks: int = self.blocks_for(int(self.reserved[row]))
         return num_blocks - int(self.widths[row])
 
     def slots(
         self, rows: Rows, past: NDArray[np.int64], num_new: NDArray[np.int32]
     ) -> NDArray[np.int64]:
-        """Slot of each new token, [T]; ``past`` tokens of each sequence come before."""
+        """Return the slot of each new token, [T], behind ``past`` tokens of each sequence."""
         ends = np.cumsum(num_new, dtype=np.int64)
         num_tokens = ends[-1] if ends.size else 0
         positions = np.arange(num_tokens) + np.repeat(past + num_new - ends, num_new)
@@ -91,7 +85,7 @@ class BlockTables:
         return slots
 
     def add(self, sequence_id: int, num_reserved_tokens: int, num_blocks: int) -> int:
-        """An empty table, with room for so many blocks; gives its row."""
+        """Add an empty table with room for ``num_blocks``. Return its row."""
         if not self._free_rows:
             self._add_rows()
         self.widen(num_blocks)
@@ -108,7 +102,7 @@ class BlockTables:
         self._free_rows.append(row)
 
     def lengthen(self, rows: Rows, num_fresh: NDArray[np.int64], fresh: NDArray[np.int32]) -> None:
-        """``num_fresh`` (>= 1) blocks more for each of them, from ``fresh`` in order."""
+        """Add ``num_fresh`` (>= 1) blocks to each table, from ``fresh`` in order."""
         ends = np.cumsum(num_fresh)
         starts = self.widths[rows] + num_fresh - ends
         columns = np.arange(len(fresh)) + np.repeat(starts, num_fresh)
@@ -116,7 +110,6 @@ class BlockTables:
         self.widths[rows] += num_fresh
 
     def widen(self, num_blocks: int) -> None:
-        """See to it that a table has room for so many blocks."""
         before = width = self.blocks.shape[1]
         while width < num_blocks:
             width *= 2
@@ -124,7 +117,6 @@ class BlockTables:
             self.blocks = np.pad(self.blocks, ((0, 0), (0, width - before)))
 
     def _add_rows(self) -> None:
-        """As many as there are."""
         num_rows = len(self.blocks)
         more = max(_FIRST_ROWS, num_rows)
         self.blocks = np.pad(self.blocks, ((0, more), (0, 0)))

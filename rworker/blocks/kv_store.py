@@ -1,29 +1,23 @@
-"""Which KV block holds which token: a pool of blocks, a block table of every
-sequence, and reservations. Bookkeeping only.
+"""Which KV block holds which token: a pool of blocks, a block table of every sequence, and
+reservations. Bookkeeping only.
 
-A sequence's cached tokens fill its blocks in order; its block table lists them.
-A sequence that was resumed with a **gap** has the gap's blocks from the start,
-and tokens behind it before those in it.
+A sequence's cached tokens fill its blocks in order. One that was resumed with a **gap** has the
+gap's blocks from the start, and tokens behind it before those in it. A block is freed when the last
+sequence that refers to it is closed, unless it is cached (``rworker.blocks.cached_blocks``).
 
-A block is freed when the last sequence that refers to it is closed, if it isn't
-kept beyond that (``rworker.blocks.cached_blocks``).
+**Forks share blocks.** A block that several sequences refer to is never written. A sequence that
+appends into its partly filled last block, its **tail**, first gets a copy of its own, unless it is
+the only one left to refer to it.
 
-**Forks share blocks.** A block that several sequences refer to is never
-written: a sequence that appends into its partly filled last block (its
-**tail**) first gets a copy of its own, unless it is the only one left to refer
-to it.
-
-**Reservations.** Opening a sequence promises it room for
-``num_reserved_tokens``. Blocks are taken from the pool as tokens arrive, and
-the pool never promises more than it has::
+**Reservations.** Opening a sequence promises it room for ``num_reserved_tokens``. Blocks are taken
+from the pool as tokens arrive, and the pool never promises more than it has::
 
     num_promised = sum over sequences of (blocks for its reserved tokens - blocks it has)
                  + sum over blocks of min(num_tails, refcount - 1)         <= num_free
 
-The second sum is the copies that forks may still cost: of the ``refcount``
-sequences that refer to a block, ``num_tails`` have it as their tail and will
-copy it when they append, save for the last one left. Whoever keeps a block
-counts as a sequence that refers to it, and has it as no tail.
+The second sum is the copies that forks may still cost: of the ``refcount`` sequences that refer to
+a block, ``num_tails`` have it as their tail and will copy it when they append, except the last one
+left. The cache counts as a sequence that refers to its blocks, none of which is its tail.
 """
 
 from __future__ import annotations
@@ -36,18 +30,18 @@ from numpy.typing import NDArray
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.sequence import NOTHING
 from fastdecode.wire.messages import MAX_BLOCKS
-from rworker.blocks.appending import Appended, append
+from rworker.blocks.appending import Appended, append, append_beside_gaps, check_gap, open_gap
 from rworker.blocks.block_pool import BlockPool, Blocks
 from rworker.blocks.block_tables import BlockTables
 from rworker.blocks.cached_blocks import CachedBlocks
-from rworker.blocks.gaps import append_beside_gaps, check_gap, open_gap
 
 DEFAULT_MAX_SEQUENCES = 1 << 16
 
 
 class KVStore:
-    """KV blocks of one R-worker. Every method that raises leaves the store as
-    it was.
+    """KV blocks of one cache. A method that raises changes nothing. ProtocolError says that a
+    message does not fit the store, CapacityError that there is no room (``exceeds_capacity``: nor
+    in an empty store).
 
     Args:
         num_blocks: block ids are 0 … num_blocks - 1.
@@ -70,12 +64,7 @@ class KVStore:
         return sequence_id in self.tables.row_of
 
     def num_tokens(self, sequence_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Cached tokens of each sequence, [N]; of one with a gap, those before
-        it.
-
-        Raises:
-            ProtocolError: one of them is not open.
-        """
+        """Return the cached tokens of each sequence, [N], those before its gap if it has one."""
         rows = self.tables.rows(sequence_ids)
         lengths: NDArray[np.int64] = self.tables.lengths[rows]
         if self.tables.gaps:
@@ -83,8 +72,8 @@ class KVStore:
         return lengths
 
     def block_tables(self, sequence_ids: NDArray[np.int64]) -> NDArray[np.int32]:
-        """A copy of the sequences' block tables, [N, most blocks of any of
-        them]; entries past a table's end are block ids, but mean nothing."""
+        """Copy the sequences' block tables, [N, most blocks of any of them]. Entries past a table's
+        end are block ids without a meaning."""
         rows = self.tables.rows(sequence_ids)
         width = int(self.tables.widths[rows].max(initial=0))
         blocks: NDArray[np.int32] = self.tables.blocks[:, :width][rows]
@@ -96,24 +85,12 @@ class KVStore:
         first_tokens: NDArray[np.int32],
         num_tokens: NDArray[np.int32],
     ) -> NDArray[np.int64]:
-        """Where tokens of each sequence are, [T]; there are blocks for all of
-        them.
-
-        Raises:
-            ProtocolError: one of the sequences is not open.
-        """
+        """Return where tokens of each sequence are, [T]. There are blocks for all of them."""
         rows = self.tables.rows(sequence_ids)
         return self.tables.slots(rows, first_tokens.astype(np.int64), num_tokens)
 
     def open(self, sequence_id: int, num_reserved_tokens: int) -> None:
-        """A new, empty sequence that may grow to ``num_reserved_tokens`` (>= 1)
-        tokens.
-
-        Raises:
-            ProtocolError: the id is in use.
-            CapacityError: no room for the reservation (code
-                ``exceeds_capacity``: nor in an empty store).
-        """
+        """Open an empty sequence that may grow to ``num_reserved_tokens`` (>= 1) tokens."""
         assert num_reserved_tokens >= 1
         self._check_new(sequence_id)
         num_blocks = self.tables.blocks_for(num_reserved_tokens)
@@ -122,14 +99,7 @@ class KVStore:
         self.pool.num_promised += num_blocks
 
     def extend(self, sequence_id: int, num_reserved_tokens: int) -> None:
-        """Enlarge an open sequence's reservation to ``num_reserved_tokens``
-        tokens.
-
-        Raises:
-            ProtocolError: it is not open, or has more than that reserved.
-            CapacityError: no room for the rest (code ``exceeds_capacity``: nor
-                in an empty store).
-        """
+        """Enlarge an open sequence's reservation to ``num_reserved_tokens`` tokens."""
         row = self.tables.row(sequence_id)
         if num_reserved_tokens < self.tables.reserved[row]:
             raise ProtocolError(
@@ -146,15 +116,8 @@ class KVStore:
     def fork(
         self, parent_id: int, sequence_id: int, num_shared_tokens: int, num_reserved_tokens: int
     ) -> None:
-        """A new sequence whose first ``num_shared_tokens`` tokens are the
-        parent's; it may grow to ``num_reserved_tokens`` tokens, those included.
-
-        Raises:
-            ProtocolError: the parent isn't open or has fewer tokens, the id is
-                in use, or ``num_reserved_tokens < num_shared_tokens``.
-            CapacityError: no room for the reservation (code
-                ``exceeds_capacity``: nor in an empty store).
-        """
+        """Open a sequence whose first ``num_shared_tokens`` tokens are the parent's. It may grow to
+        ``num_reserved_tokens`` tokens, those included."""
         self._check_new(sequence_id)
         tables = self.tables
         parent = tables.row(parent_id)
@@ -184,18 +147,12 @@ class KVStore:
         num_reserved_tokens: int,
         gap: range = NOTHING,
     ) -> None:
-        """A new sequence that starts with the ``num_tokens`` first tokens of
-        kept blocks, as many blocks as those fill; it may grow to
-        ``num_reserved_tokens`` tokens, those included.
+        """Open a sequence that starts with the first ``num_tokens`` tokens of cached blocks, as
+        many blocks as those fill. It may grow to ``num_reserved_tokens``, those included.
 
         Args:
-            gap: of those tokens the ones that no kept block has, whole blocks
-                of them, with some behind them. They are appended first.
-
-        Raises:
-            ProtocolError: the id is in use, or the numbers don't fit.
-            CapacityError: no room for the reservation (code
-                ``exceeds_capacity``: nor in an empty store).
+            gap: those of the tokens that no cached block has, whole blocks, with others behind
+                them. They are appended first.
         """
         self._check_new(sequence_id)
         check_gap(sequence_id, gap, num_tokens, self.block_size)
@@ -219,8 +176,6 @@ class KVStore:
         num_reserved_tokens: int,
         had_tail: bool,
     ) -> None:
-        """A new sequence that refers to these blocks, too. ``had_tail``: see
-        ``BlockPool.share``."""
         tables = self.tables
         num_blocks = tables.blocks_for(num_reserved_tokens)
         has_tail = num_tokens % self.block_size != 0
@@ -234,15 +189,10 @@ class KVStore:
         self.pool.share(shared, had_tail=had_tail, has_tail=has_tail)
 
     def close(self, sequence_id: int, tail_key: bytes | None = None) -> None:
-        """Forget the sequence; blocks that no other sequence refers to are free
-        again.
+        """Close a sequence, and free blocks that no other refers to.
 
         Args:
-            tail_key: its last block, which isn't full, is kept by this key.
-
-        Raises:
-            ProtocolError: it is not open; or its last block is full or kept
-                already, or the key is another block's.
+            tail_key: key under which its last block, which is not full, is cached.
         """
         row = self.tables.row(sequence_id)
         if tail_key is not None and row in self.tables.gaps:
@@ -260,14 +210,8 @@ class KVStore:
         self.tables.remove(sequence_id)
 
     def truncate(self, sequence_id: int, num_tokens: int) -> None:
-        """Forget all but the first ``num_tokens`` tokens, which are none behind
-        a gap. The reservation stays.
-
-        Raises:
-            ProtocolError: the sequence is not open, or has fewer tokens.
-            CapacityError: there is no room to promise it as much as it has now:
-                others keep blocks that it leaves.
-        """
+        """Forget all but the first ``num_tokens`` tokens, none of them behind a gap. The
+        reservation stays, for which room may lack where others keep blocks that it leaves."""
         tables = self.tables
         row = tables.row(sequence_id)
         length, width = int(tables.lengths[row]), int(tables.widths[row])
@@ -303,17 +247,12 @@ class KVStore:
         num_new: NDArray[np.int32],
         num_past: NDArray[np.int32] | None = None,
     ) -> Appended:
-        """Make room for ``num_new`` (>= 1) more tokens in each of N sequences,
-        distinct but for those that fill a gap and go on behind it.
+        """Make room for ``num_new`` (>= 1) more tokens in each of N sequences, distinct except for
+        those that fill a gap and continue behind it.
 
         Args:
-            num_past: [N] the tokens that come before those; None: those before
-                its gap, if a sequence has one, else all.
-
-        Raises:
-            ProtocolError: one of them is not open, or has a gap that the new
-                tokens don't fit into.
-            CapacityError: one of them would grow past its reservation.
+            num_past: tokens that come before those, [N]. None for those before a sequence's gap, if
+                it has one, else all.
         """
         if not self.tables.gaps:
             return append(self.tables, self.pool, sequence_ids, num_new)
@@ -329,8 +268,7 @@ class KVStore:
             )
 
     def check_invariants(self) -> None:
-        """Recount everything from the block tables alone; for tests and
-        debugging. O(blocks + table entries)."""
+        """Recount everything from the block tables alone, in O(blocks + table entries)."""
         refcount = np.zeros(self.num_blocks, np.int64)
         num_tails = np.zeros(self.num_blocks, np.int64)
         growth = 0

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
-from fastdecode.wire.blocks import MOST_MOVED, FetchBlocks, StoreBlocks
+from fastdecode.wire.blocks import MOST_MOVED, Fetch, Retain
 from rworker.blocks.kv_store import KVStore
 from rworker.checks import checked_keys
 from rworker.tiers.lower_tier import MoveJob
@@ -35,7 +35,7 @@ class Moving:
         """Jobs that aren't over."""
         return len(self.moves)
 
-    def begin(self, message: StoreBlocks | FetchBlocks) -> MoveJob:
+    def begin(self, message: Retain | Fetch) -> MoveJob:
         """Kept blocks begin to move.
 
         Raises:
@@ -48,7 +48,7 @@ class Moving:
             raise ProtocolError(f"job {number} of {len(keys)} blocks: its number or size is wrong")
         cached = self._store.cached
         num_tokens: tuple[int, ...] = ()
-        if isinstance(message, StoreBlocks):
+        if isinstance(message, Retain):
             if (message.num_tokens < 1).any():
                 raise ProtocolError("num_tokens of blocks to be stored must be at least 1")
             num_tokens = tuple(message.num_tokens.tolist())

@@ -4,22 +4,8 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from fastdecode.wire.blocks import (
-    ForgetBlocks,
-    KeepBlocks,
-    ResumeSequence,
-    TruncateSequence,
-)
-from fastdecode.wire.messages import CloseSequence, ExtendSequence, ForkSequence, OpenSequence
+from fastdecode.wire.blocks import Close, Forget, Name, Open, Truncate
+from fastdecode.wire.messages import Extend
 
-Change: TypeAlias = (
-    OpenSequence
-    | ForkSequence
-    | ExtendSequence
-    | TruncateSequence
-    | CloseSequence
-    | KeepBlocks
-    | ResumeSequence
-    | ForgetBlocks
-)
+Change: TypeAlias = Open | Extend | Truncate | Close | Name | Forget
 """Of a cache's sequences and kept blocks, that a replica has to make, too."""

@@ -12,7 +12,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.wire.blocks import KeepBlocks, words_of
+from fastdecode.wire.blocks import Name, words_of
 from rworker.blocks.cached_blocks import CachedBlocks
 
 
@@ -58,7 +58,7 @@ class KeptLog:
         if key not in self._there:
             self._lacking[key] = None
 
-    def sent(self, sequence: int, num_tokens: int) -> Iterator[KeepBlocks]:
+    def sent(self, sequence: int, num_tokens: int) -> Iterator[Name]:
         """So many tokens of a sequence have been sent: what the replica keeps of it now."""
         brought = self._brought.get(sequence, {})
         full = sorted(block for block in brought if (block + 1) * self._block_size <= num_tokens)
@@ -66,7 +66,7 @@ class KeptLog:
             blocks = [block for _, block in run]
             keys = [brought.pop(block) for block in blocks]
             self._arrive(keys)
-            yield KeepBlocks(sequence, blocks[0], words_of(keys))
+            yield Name(sequence, blocks[0], words_of(keys))
 
     def leave(self, sequence: int, num_tokens: int = 0) -> None:
         """A sequence brings only blocks within its first ``num_tokens`` any more."""
@@ -78,10 +78,10 @@ class KeptLog:
         if not brought:
             self._brought.pop(sequence, None)
 
-    def carried(self, sequence: int, keys: Sequence[bytes]) -> KeepBlocks:
+    def carried(self, sequence: int, keys: Sequence[bytes]) -> Name:
         """These have been sent, as the blocks of a sequence of their own."""
         self._arrive(keys)
-        return KeepBlocks(sequence, 0, words_of(keys))
+        return Name(sequence, 0, words_of(keys))
 
     def forget(self, keys: Iterable[bytes]) -> list[bytes]:
         """The cache keeps these no more. Returns the keys that the replica keeps, too."""

@@ -31,18 +31,17 @@ from fastdecode.core.holders import HolderId
 from fastdecode.wire.blocks import (
     ChunkStored,
     ExpectTokens,
-    ForgetBlocks,
-    KeepBlocks,
+    Forget,
+    Name,
     StoreChunk,
     words_of,
 )
 from fastdecode.wire.messages import (
     Accepted,
-    CloseSequence,
-    ForkSequence,
+    Close,
     FromRWorker,
     Hello,
-    OpenSequence,
+    Open,
 )
 from fastdecode.wire.traits import THE_ONLY, Role
 from rworker.cache_state import CacheState
@@ -50,7 +49,7 @@ from rworker.stream.changes import Change
 from rworker.stream.chunk_endpoints import LINK_BYTES, LocalCache
 from rworker.stream.replica_log import CARRIER, ReplicaLog, ToNeighbour
 
-UNANSWERED: Final = (ExpectTokens, CloseSequence, KeepBlocks, ForgetBlocks)
+UNANSWERED: Final = (ExpectTokens, Close, Name, Forget)
 """Messages to the neighbour that it doesn't answer."""
 
 Steps: TypeAlias = dict[int, int]
@@ -242,10 +241,10 @@ def _as_changes(books: CacheState) -> Iterator[Change]:
             num_shared += 1
         if num_shared:
             parent = first_with[blocks[num_shared - 1]]
-            yield ForkSequence(parent, sequence, num_shared * size, reserved)
+            yield Open(sequence, reserved, num_shared * size, parent_id=parent)
         else:
-            yield OpenSequence(sequence, reserved)
+            yield Open(sequence, reserved)
         for number, block in enumerate(blocks[num_shared:], num_shared):
             first_with[block] = sequence
             if block in key_of:
-                yield KeepBlocks(sequence, number, words_of([key_of[block]]))
+                yield Name(sequence, number, words_of([key_of[block]]))

@@ -17,22 +17,21 @@ from numpy.typing import NDArray
 from fastdecode.wire.blocks import (
     MAX_CHUNK_BYTES,
     MAX_PIECES,
+    NO_PARENT,
     ChunkForm,
     ExpectTokens,
-    ForgetBlocks,
-    KeepBlocks,
-    ResumeSequence,
+    Forget,
+    Name,
     StoreChunk,
-    TruncateSequence,
+    Truncate,
     keys_of,
     words_of,
 )
 from fastdecode.wire.messages import (
     MAX_ID,
-    CloseSequence,
-    ExtendSequence,
-    ForkSequence,
-    OpenSequence,
+    Close,
+    Extend,
+    Open,
 )
 from rworker.cache_state import CacheState
 from rworker.stream.changes import Change
@@ -76,7 +75,7 @@ class ReplicaLog:
     def needed(self, change: Change) -> list[bytes] | None:
         """Keys of kept blocks that have to be carried before a change; None: some
         have to come from the lower tier first."""
-        if not isinstance(change, ResumeSequence):
+        if not isinstance(change, Open) or change.keys is None:
             return []
         keys = keys_of(change.keys)
         if change.gap_start < change.gap_stop or self._kept.parent(keys) is not None:
@@ -86,40 +85,41 @@ class ReplicaLog:
     def change(self, change: Change) -> Iterator[ToNeighbour]:
         """A change, and what the replica has to know before it."""
         match change:
-            case KeepBlocks(sequence, first):
+            case Name(sequence, first):
                 self._kept.keep(sequence, first, keys_of(change.keys))
                 if sequence in self._sent:
                     yield from self._kept.sent(sequence, self._sent[sequence])
                 else:
                     self._kept.leave(sequence)
-            case ForgetBlocks():
+            case Forget():
                 if gone := self._kept.forget(keys_of(change.keys)):
-                    yield ForgetBlocks(words_of(gone))
-            case OpenSequence():
-                self._sent[change.sequence_id] = self._announced[change.sequence_id] = 0
+                    yield Forget(words_of(gone))
+            case Open(sequence, keys=None, parent_id=parent) if parent == NO_PARENT:
+                self._sent[sequence] = self._announced[sequence] = 0
                 yield change
-            case ResumeSequence():
+            case Open(keys=None):
+                if change.parent_id in self._sent:
+                    yield from self._fork(change)
+            case Open():
                 yield from self._resume(change)
-            case CloseSequence():
+            case Close():
                 yield from self._close(change.sequence_id)
                 if change.tail:
                     self._kept.keep_tail(bytes.fromhex(change.tail))
-            case ForkSequence(parent):
-                if parent in self._sent:
-                    yield from self._fork(change)
-            case TruncateSequence() | ExtendSequence():
+            case Truncate() | Extend():
                 if change.sequence_id in self._sent:
                     yield from self._resize(change)
 
-    def _fork(self, fork: ForkSequence) -> Iterator[ToNeighbour]:
-        parent, num_shared = fork.parent_id, fork.num_shared_tokens
+    def _fork(self, fork: Open) -> Iterator[ToNeighbour]:
+        parent, num_shared = fork.parent_id, fork.num_tokens
         yield from self._announce(parent, num_shared)
         self._announced[fork.sequence_id] = num_shared
         self._sent[fork.sequence_id] = min(num_shared, self._sent[parent])
         yield fork
 
-    def _resume(self, change: ResumeSequence) -> Iterator[ToNeighbour]:
+    def _resume(self, change: Open) -> Iterator[ToNeighbour]:
         """Nothing of it has to be carried any more."""
+        assert change.keys is not None
         sequence, keys = change.sequence_id, keys_of(change.keys)
         if change.gap_start < change.gap_stop:
             return
@@ -127,23 +127,23 @@ class ReplicaLog:
             self._sent[sequence] = self._announced[sequence] = change.num_tokens
             yield change
         elif (parent := self._kept.parent(keys)) is not None:
-            sizes = change.num_tokens, change.num_reserved_tokens
-            yield from self._fork(ForkSequence(parent, sequence, *sizes))
+            sizes = change.num_reserved_tokens, change.num_tokens
+            yield from self._fork(Open(sequence, *sizes, parent_id=parent))
 
-    def _resize(self, change: TruncateSequence | ExtendSequence) -> Iterator[ToNeighbour]:
+    def _resize(self, change: Truncate | Extend) -> Iterator[ToNeighbour]:
         sequence = change.sequence_id
-        if isinstance(change, TruncateSequence):
+        if isinstance(change, Truncate):
             yield from self._announce(sequence, change.num_tokens)
             self._kept.leave(sequence, change.num_tokens)
             for counts in (self._sent, self._announced):
                 counts[sequence] = min(change.num_tokens, counts[sequence])
         yield change
 
-    def _close(self, sequence: int) -> Iterator[CloseSequence]:
+    def _close(self, sequence: int) -> Iterator[Close]:
         self._kept.leave(sequence)
         self._announced.pop(sequence, None)
         if self._sent.pop(sequence, None) is not None:
-            yield CloseSequence(sequence)
+            yield Close(sequence)
 
     def behind(self) -> dict[int, int]:
         """Sequences with tokens that haven't been sent, and how many; all
@@ -202,11 +202,11 @@ class ReplicaLog:
             keys: of at most ``most_carried`` blocks, which can be read.
         """
         num_tokens = len(keys) * self._kv.block_size
-        yield OpenSequence(CARRIER, num_tokens)
+        yield Open(CARRIER, num_tokens)
         yield expectation({CARRIER: num_tokens})
         yield from self._chunks({CARRIER: num_tokens}, self._kept.places(keys))
         yield self._kept.carried(CARRIER, keys)
-        yield CloseSequence(CARRIER)
+        yield Close(CARRIER)
 
     @property
     def most_carried(self) -> int:

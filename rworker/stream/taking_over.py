@@ -9,20 +9,20 @@ import numpy as np
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.wire.blocks import (
     MISSING,
-    ForgetBlocks,
+    Forget,
     TakenOver,
     TakeOver,
-    TruncateSequence,
+    Truncate,
     keys_of,
     words_of,
 )
-from fastdecode.wire.messages import Accepted, CloseSequence, Refused
+from fastdecode.wire.messages import Accepted, Close, Refused
 from fastdecode.wire.traits import Role
 from rworker.cache_state import CacheState
 from rworker.stream.changes import Change
 
 
-def truncate(books: CacheState, message: TruncateSequence) -> Accepted | Refused:
+def truncate(books: CacheState, message: Truncate) -> Accepted | Refused:
     """Forget the last tokens of a sequence that is at rest."""
     sequence, num_tokens = message.sequence_id, message.num_tokens
     books.steps.check_at_rest(sequence)
@@ -55,7 +55,7 @@ def take_over(
     books.roll_back()
     before = {sequence: books.num_settled(sequence) for sequence in books.store.tables.row_of}
     for sequence in before.keys() - wanted.keys():
-        books.close(CloseSequence(sequence))
+        books.close(Close(sequence))
     counts = {sequence: _cut(books, sequence, most) for sequence, most in wanted.items()}
     cached = books.store.cached
     is_kept = np.array([cached.is_there(key) for key in keys], np.uint8)
@@ -68,22 +68,22 @@ def nothing_of(wanted: Mapping[int, int], keys: Sequence[bytes]) -> TakenOver:
     return TakenOver(np.full(len(wanted), MISSING, np.int32), np.zeros(len(keys), np.uint8))
 
 
-def _forget(books: CacheState, keys: Sequence[bytes]) -> Iterator[ForgetBlocks]:
+def _forget(books: CacheState, keys: Sequence[bytes]) -> Iterator[Forget]:
     """Forget kept blocks that aren't wanted, or haven't come."""
     cached, wanted = books.store.cached, set(keys)
     unwanted = [key for key in cached if key not in wanted or not cached.is_there(key)]
     if unwanted:
         cached.abandon(unwanted)
-        yield ForgetBlocks(words_of(unwanted))
+        yield Forget(words_of(unwanted))
 
 
 def _changes(before: Mapping[int, int], after: Mapping[int, int]) -> Iterator[Change]:
     """Of sequences that had so many tokens, and have now."""
     gone = [sequence for sequence in before if after.get(sequence, MISSING) == MISSING]
-    yield from map(CloseSequence, gone)  # first, since others may need their room
+    yield from map(Close, gone)  # first, since others may need their room
     for sequence, num_tokens in after.items():
         if MISSING != num_tokens < before.get(sequence, 0):
-            yield TruncateSequence(sequence, num_tokens)
+            yield Truncate(sequence, num_tokens)
 
 
 def wanted_of(message: TakeOver) -> tuple[dict[int, int], list[bytes]]:
@@ -106,7 +106,7 @@ def _cut(books: CacheState, sequence: int, most: int) -> int:
     try:
         books.store.truncate(sequence, num_tokens)
     except CapacityError:
-        books.close(CloseSequence(sequence))
+        books.close(Close(sequence))
         return MISSING
     books.arrivals.forget(sequence)
     return num_tokens

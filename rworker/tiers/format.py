@@ -1,5 +1,4 @@
-"""How kept KV blocks lie in a file: fixed slots, so that the quota holds and
-nothing is ever moved about.
+"""Format of files of cached KV blocks: fixed slots, so that the quota holds and nothing is moved.
 
 ::
 
@@ -8,10 +7,9 @@ nothing is ever moved about.
                    crc32 of all that), padded to 64 bytes each
     data   slots × (layers × bytes of a layer, padded to 4096): layer after layer
 
-Little-endian, all of it. A slot's entry is cleared before the slot is written,
-and written once it is whole; of what is torn or damaged a checksum says so. The
-**identity** says what K and V depend on beside tokens, and which heads these
-are: a file with another one is of no use.
+All is little-endian. A slot's entry is cleared before the slot is written, and written once it is
+whole. Checksums find what is torn or damaged. The **identity** names what K and V depend on beside
+tokens, and which heads these are: a file with another one is of no use.
 """
 
 from __future__ import annotations
@@ -47,12 +45,12 @@ def _round_up(count: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class SlotShape:
-    """Of a file: what each of its slots holds.
+    """What each slot of a file holds.
 
     Args:
         identity: 64 characters.
-        num_layers: of the cache.
-        layer_bytes: of a block in one layer.
+        num_layers: layers of the cache.
+        layer_bytes: bytes of a block in one layer.
     """
 
     identity: str
@@ -73,27 +71,25 @@ class SlotShape:
         return _round_up(_ENTRY.size + _CRC.size * (self.num_layers + 1), 64)
 
     def data_start(self, num_slots: int) -> int:
-        """Where the first slot begins."""
         return _round_up(PAGE_BYTES + num_slots * self.entry_bytes, PAGE_BYTES)
 
     def file_bytes(self, num_slots: int) -> int:
         return self.data_start(num_slots) + num_slots * self.slot_bytes
 
     def num_slots_within(self, num_bytes: int) -> int:
-        """As many as a file of so many bytes has."""
+        """Return how many slots fit into a file of ``num_bytes``."""
         most = (num_bytes - PAGE_BYTES) // (self.slot_bytes + self.entry_bytes)
         count = max(0, min(MAX_SLOTS, most))
         return count - (count > 0 and self.file_bytes(count) > num_bytes)
 
     def header(self, num_slots: int) -> bytes:
-        """The file's first page."""
         identity = self.identity.encode("ascii")
         shape = (self.num_layers, self.layer_bytes, num_slots)
         head = _HEADER.pack(_MAGIC, _FORMAT, *shape, identity)
         return (head + _CRC.pack(crc32(head))).ljust(PAGE_BYTES, b"\0")
 
     def range_of(self, layers: range) -> tuple[int, int]:
-        """Of a slot, the whole pages that hold these layers."""
+        """Return the first and the last byte of a slot's pages that hold these layers."""
         first = layers.start * self.layer_bytes // PAGE_BYTES * PAGE_BYTES
         return first, _round_up(layers.stop * self.layer_bytes, PAGE_BYTES)
 
@@ -104,14 +100,13 @@ class Entry:
 
     key: bytes
     num_tokens: int
-    """Up to the block's end, of whatever sequence it is of."""
+    """Tokens up to the block's end, of any sequence that has it."""
     generation: int
-    """A later one is of a block that was stored later."""
+    """Higher for a block that was stored later."""
     checksums: tuple[int, ...]
-    """Of each layer."""
+    """Checksum of each layer."""
 
     def pack(self, entry_bytes: int) -> bytes:
-        """As it stands in the table."""
         head = _ENTRY.pack(_FULL, self.key, self.num_tokens, self.generation)
         head += Struct(f"<{len(self.checksums)}I").pack(*self.checksums)
         return (head + _CRC.pack(crc32(head))).ljust(entry_bytes, b"\0")
@@ -119,20 +114,18 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself."""
-
     shape: SlotShape
     num_slots: int
 
 
 def is_own(page: bytes) -> bool:
-    """Whether a file with this first page was made for KV blocks, though it may
-    be damaged: an R-worker that was killed leaves one of zeros, or an empty one."""
+    """Return True if a file with this first page was made for KV blocks. It may be damaged: an
+    R-worker that was killed leaves one of zeros, or an empty one."""
     return page.startswith(_MAGIC) or not page.strip(b"\0")
 
 
 def read_header(page: bytes) -> Header | None:
-    """What a file's first page says; None: it is none of ours, or damaged."""
+    """Read a file's first page. None if it is damaged, or another program's."""
     try:
         magic, form, num_layers, layer_bytes, num_slots, identity = _HEADER.unpack_from(page)
         (checksum,) = _CRC.unpack_from(page, _HEADER.size)
@@ -149,8 +142,8 @@ def read_header(page: bytes) -> Header | None:
 
 
 def read_entries(table: bytes, shape: SlotShape, num_slots: int) -> tuple[dict[int, Entry], int]:
-    """What a table says: by slot, and how many entries are damaged. Of several
-    with one key the latest counts."""
+    """Read a table: its entries by slot, and how many are damaged. Of several with one key the
+    latest counts."""
     numbers = Struct(f"<{shape.num_layers}I")
     size, found, num_damaged = _ENTRY.size + numbers.size, dict[bytes, int](), 0
     entries: dict[int, Entry] = {}

@@ -1,4 +1,4 @@
-"""What R-workers have left on disk, for people: shown, verified, cleared."""
+"""Files of cached KV blocks, for people: shown, verified, cleared."""
 
 from __future__ import annotations
 
@@ -15,49 +15,42 @@ from pathlib import Path
 from zlib import crc32
 
 from fastdecode.core.errors import ConfigError
-from rworker.tiers.disk import slot_files
+from rworker.tiers.disk import lock, make_own_directory, open_slots, read_slots, slot_files
 from rworker.tiers.format import PAGE_BYTES, Entry, Header, SlotShape, is_own
-from rworker.tiers.opening import lock, make_own_directory, open_slots, read_slots
 from rworker.tiers.slots import page_buffer
 
 
 @dataclass(frozen=True)
 class KeptBlocksOnDisk:
-    """Of one file."""
+    """What one file has."""
 
     path: str
     identity: str
-    """Of the model, its numerics, and the heads."""
+    """Names the model, its numerics, and the heads."""
     num_slots: int
     num_blocks: int
     num_bytes: int
-    """That the file takes."""
+    """Bytes of disk that the file takes."""
     num_layers: int
     is_held: bool
-    """A process uses it."""
+    """True if a process uses it."""
     damage: tuple[str, ...]
-    """What isn't as it was written; a process that uses it may be writing."""
+    """What is not as it was written. A process that uses the file may be writing."""
 
 
 def inspect_blocks(directory: Path, *, verify: bool) -> list[KeptBlocksOnDisk]:
-    """Every file of kept blocks in a directory.
-
-    Args:
-        verify: read all blocks, too, and hold them against their checksums.
-    """
+    """Inspect all files in a directory. ``verify``: also compare all blocks with checksums."""
     return [_inspect(path, verify=verify) for path in slot_files(directory)]
 
 
 def clear_blocks(directory: Path) -> tuple[int, list[Path]]:
-    """Remove them all, and the directories of models that this leaves empty, or
-    none if a process uses one.
+    """Remove all files, and directories that this leaves empty, or none if a process uses one.
 
     Returns:
-        How many were removed, and the files that only have such a name: they
-        hold something else, and stay.
+        How many were removed, and the files that only have such a name, and stay.
 
     Raises:
-        ConfigError: a process uses one, or it can't be removed; how many were.
+        ConfigError: If a process uses one, or one can't be removed. The text says how many were.
     """
     files = slot_files(directory)
     with ExitStack() as stack:
@@ -81,7 +74,7 @@ def clear_blocks(directory: Path) -> tuple[int, list[Path]]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
-    """A file that nobody uses, nor begins to use meanwhile: its descriptor."""
+    """Yield the descriptor of a file that no process uses, or begins to use meanwhile."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -120,7 +113,7 @@ def _inspect(path: Path, *, verify: bool) -> KeptBlocksOnDisk:
 
 
 def _is_whole(fd: int, header: Header, slot: int, entry: Entry) -> bool:
-    """Whether a slot holds what its entry says."""
+    """Return True if a slot holds what its entry says."""
     shape = header.shape
     buffer = page_buffer(shape.slot_bytes)
     try:
@@ -134,8 +127,7 @@ def _is_whole(fd: int, header: Header, slot: int, entry: Entry) -> bool:
 
 
 def _is_held(fd: int) -> bool:
-    """Whether a process uses a file. It isn't kept from others for longer than
-    that takes."""
+    """Return True if a process uses a file."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -146,20 +138,20 @@ def _is_held(fd: int) -> bool:
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """What a directory's disk does with blocks."""
+    """Speed of a directory's disk with blocks."""
 
     write_gb_s: float
     read_gb_s: float
     is_direct: bool
-    """Past the page cache: else it isn't the disk that was read."""
+    """True if it went past the page cache. Otherwise the disk was not read."""
 
 
 def measure_disk(directory: Path, *, num_blocks: int = 8, block_bytes: int = 8 << 20) -> DiskSpeed:
-    """Write blocks to a file that is removed again, and read them.
+    """Write blocks to a temporary file, and read them.
 
     Raises:
-        ConfigError: the directory can't be used.
-        OSError: the disk can't be written or read.
+        ConfigError: If the directory can't be used.
+        OSError: If the disk can't be written or read.
     """
     make_own_directory(directory)
     shape = SlotShape("0" * 64, 1, block_bytes)

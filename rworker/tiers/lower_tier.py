@@ -1,11 +1,9 @@
-"""What moves kept blocks between a cache and where they go else."""
+"""What moves cached blocks between a cache and its lower tier."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-
-from rworker.tiers.health import Faults
 
 
 @dataclass(eq=False)
@@ -16,23 +14,23 @@ class MoveJob:
     is_fetch: bool
     keys: tuple[bytes, ...]
     blocks: tuple[int, ...]
-    """Of the cache, one for each key."""
+    """Blocks of the cache, one for each key."""
     num_tokens: tuple[int, ...] = ()
-    """Up to each block's end, as ``StoreBlocks`` has them; none of a fetch."""
+    """Tokens up to each block's end, as in ``Retain``. Empty for a fetch."""
     failed: set[int] = field(default_factory=set)
     """Places of blocks that could not be moved."""
     num_left: list[int] = field(default_factory=list)
-    """Units to be done: of each group of layers, or of all."""
+    """Units to be done, of each group of layers, or of all."""
     asked_s: float = 0.0
     began_s: float = 0.0
-    """When its first unit was."""
+    """When its first unit began."""
     seconds: float = 0.0
-    """That it took since it was asked for; while it isn't over, from its
-    beginning until its last group was there."""
+    """Time that it took since it was asked for. Until it is over, time from its beginning until its
+    last group was there."""
     num_told: int = 0
     """Groups that were reported to be there."""
     waited_s: float = 0.0
-    """That somebody has waited for layers of it."""
+    """Time that steps have waited for its layers."""
 
     @property
     def is_over(self) -> bool:
@@ -40,47 +38,45 @@ class MoveJob:
 
     @property
     def num_there(self) -> int:
-        """Leading groups that are there; of blocks that are stored there is one."""
+        """Leading groups that are there. Blocks that are stored have one."""
         return next((i for i, left in enumerate(self.num_left) if left), len(self.num_left))
 
     @property
     def has_more(self) -> bool:
-        """Whether more is there than was reported."""
+        """True if more is there than was reported."""
         return self.num_there > self.num_told
 
 
 class LowerTier:
-    """Where the kept blocks of one cache go: a file (``Mover``), or memory that is not
-    the cache's. One thread calls. Nothing of this waits, where copies are over at once.
-    """
+    """Where the cached blocks of one cache go: a file (``Mover``), or other memory. One thread
+    calls. Where copies are over at once, no method waits."""
 
     num_layers: int
-    """Of the cache."""
+    """Layers of the cache."""
     stored_bytes: int
-    """Of a block, as it is stored."""
+    """Bytes of a block, as it is stored."""
 
     def begin(self, job: MoveJob) -> None:
-        """Move blocks."""
+        """Move blocks. Nothing else writes them until the job is over."""
         raise NotImplementedError
 
     def progress(self, job: MoveJob) -> int:
-        """Leading layers of all of a job's blocks that are there, or have failed; of blocks
-        that are stored: 0, or all."""
+        """Return the leading layers that all of a job's blocks have, or have failed in. Of blocks
+        that are stored: 0 or all."""
         return self.num_layers
 
-    def take_faults(self) -> Faults:
-        """What has gone wrong since the last call."""
-        return Faults()
+    def take_faults(self) -> tuple[int, int, int, int]:
+        """Return the unread, damaged, unwritten and late blocks since the last call."""
+        return 0, 0, 0, 0
 
     def wait(self, timeout_s: float | None) -> None:
-        """Until some job has come further than was asked, or so long; or all are over."""
+        """Wait until some job has come further than was reported, or all are over."""
 
     def wait_for_layer(self, numbers: Collection[int], layer: int) -> None:
-        """Until a layer of these jobs' blocks is there, or has failed."""
+        """Wait until a layer of these jobs' blocks is there, or has failed."""
 
     def drop(self, keys: Iterable[bytes]) -> None:
-        """Blocks are not kept any more."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Nothing is moved any more when this returns."""
+        """End all moves."""

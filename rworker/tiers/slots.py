@@ -1,8 +1,7 @@
-"""Kept KV blocks in a file of slots, read and written past the page cache.
+"""Cached KV blocks in a file of slots, read and written past the page cache.
 
-Nothing is ever mapped: a file that shrinks or a disk that fails is an error of
-a read, and no signal. No sync is needed: this is a cache, and checksums find
-what a crash has torn.
+Nothing is ever mapped: a file that shrinks or a disk that fails is an error of a read, not a
+signal. No sync is needed: this is a cache, and checksums find what a crash has torn.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.core.model.block_keys import KEY_BYTES
 from rworker.tiers.format import (
     PAGE_BYTES,
     Entry,
@@ -33,21 +31,21 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 
 def page_buffer(num_bytes: int) -> Bytes:
-    """Memory for direct reads and writes: uint8 [num_bytes], whole pages."""
+    """Return memory for direct reads and writes: uint8 [num_bytes], whole pages."""
     room = np.empty(num_bytes + PAGE_BYTES, np.uint8)
     start = -room.ctypes.data % PAGE_BYTES
     return room[start : start + num_bytes]
 
 
 class SlotFile:
-    """One R-worker's. Any thread may call; reads and writes of different slots
-    go on side by side.
+    """The file of one R-worker. Any thread may call. Different slots are read and written in
+    parallel.
 
     Args:
-        path: of the file.
-        fd: of it, for the table.
-        shape: of its slots.
-        num_slots: that it has.
+        path: path of the file.
+        fd: its descriptor, for the table.
+        shape: shape of its slots.
+        num_slots: its slots.
         entries: what they hold, by slot.
     """
 
@@ -74,15 +72,15 @@ class SlotFile:
 
     @property
     def entries(self) -> list[Entry]:
-        """What it holds; what was stored first comes first."""
+        """What it holds, in the order in which it was stored."""
         with self._lock:
             return sorted(self._entries.values(), key=lambda entry: entry.generation)
 
     def take_slot(self) -> int | None:
-        """A slot to be written; None: there is none. Its entry is cleared.
+        """Take a slot to be written, whose entry is cleared. None if all are taken.
 
         Raises:
-            OSError: it can't be.
+            OSError: If the entry can't be cleared.
         """
         with self._lock:
             if not self._free:
@@ -96,7 +94,6 @@ class SlotFile:
         return slot
 
     def give_back(self, slot: int) -> None:
-        """A slot that was taken holds nothing."""
         with self._lock:
             self._free.append(slot)
 
@@ -106,10 +103,10 @@ class SlotFile:
         """Fill a slot that was taken.
 
         Args:
-            data: of a whole slot, from ``page_buffer``.
+            data: data of a whole slot, from ``page_buffer``.
 
         Raises:
-            OSError: it can't be written; the slot was given back.
+            OSError: If it can't be written. The slot was given back.
         """
         try:
             _write_whole(self._data_fd, data, self._at(slot))
@@ -131,7 +128,7 @@ class SlotFile:
             self.give_back(before)
 
     def find(self, key: bytes) -> tuple[int, Entry] | None:
-        """Where a block is, and what it has to be."""
+        """Return the slot and the entry of a block."""
         with self._lock:
             slot = self._slot_of.get(key)
             return None if slot is None else (slot, self._entries[slot])
@@ -140,7 +137,7 @@ class SlotFile:
         """Read whole pages of a slot, from byte ``first`` on.
 
         Raises:
-            OSError: it can't be, or the file has become shorter.
+            OSError: If they can't be read, or the file has become shorter.
         """
         view, at = into.data, self._at(slot) + first
         while view:
@@ -152,8 +149,7 @@ class SlotFile:
             _let_go(self._data_fd, self._at(slot) + first, into.nbytes)
 
     def drop(self, key: bytes) -> None:
-        """A block is given up, if it is there. Its entry stays until its slot
-        is taken: the disk isn't asked."""
+        """Drop a block without the disk. Its entry stays until its slot is taken."""
         with self._lock:
             slot = self._slot_of.pop(key, None)
             if slot is not None:
@@ -161,10 +157,10 @@ class SlotFile:
                 self._free.append(slot)
 
     def erase(self, key: bytes, *, for_good: bool = False) -> None:
-        """Give a block up, and have nobody find it after a restart.
+        """Drop a block, so that it is not found after a restart.
 
         Raises:
-            OSError: its entry can't be cleared.
+            OSError: If its entry can't be cleared.
         """
         with self._lock:
             slot = self._slot_of.pop(key, None)
@@ -178,7 +174,7 @@ class SlotFile:
                 self.give_back(slot)
 
     def close(self) -> None:
-        """Nobody reads or writes any more; another may have the file."""
+        """Close the file for others to use."""
         for fd in {self._fd, self._data_fd}:
             os.close(fd)
 
@@ -195,8 +191,7 @@ class SlotFile:
 
 
 def _open_direct(path: Path, fd: int, start: int) -> tuple[int, bool]:
-    """A descriptor that goes past the page cache, if the file system has that,
-    and whether it does."""
+    """Return a descriptor, and True if it goes past the page cache."""
     direct = getattr(os, "O_DIRECT", 0)
     if direct:
         with contextlib.suppress(OSError):
@@ -222,6 +217,3 @@ def _write_whole(fd: int, data: Bytes, at: int) -> None:
 def _let_go(fd: int, at: int, count: int) -> None:
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, at, count, os.POSIX_FADV_DONTNEED)
-
-
-assert KEY_BYTES == 16

@@ -11,12 +11,11 @@ import numpy as np
 
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.blocks import MOST_MOVED, Stocked, words_of
-from rworker.tiers.disk import Disk
+from fastdecode.wire.blocks import MOST_MOVED, Inventory, words_of
+from rworker.tiers.disk import Disk, open_slots
 from rworker.tiers.format import Entry, SlotShape
 from rworker.tiers.lower_tier import LowerTier
 from rworker.tiers.mover import CacheMemory, Mover
-from rworker.tiers.opening import open_slots
 from rworker.tiers.slots import SlotFile
 
 if TYPE_CHECKING:
@@ -25,15 +24,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 0.002
-"""While something moves, whoever waits for messages looks so often whether it has."""
+"""Between two looks at what moves, while an R-worker waits for messages."""
 
 
 class Tiers:
-    """Of one R-worker. One thread calls.
+    """See the module. One thread calls.
 
     Args:
-        disk: where kept blocks may go; None: nowhere.
-        make_mover: of a file and a cache.
+        disk: where cached blocks may go. None if nowhere.
+        make_mover: makes the mover of a file and a cache.
     """
 
     def __init__(
@@ -43,17 +42,11 @@ class Tiers:
     ) -> None:
         self._disk = disk
         self.directory: Final = None if disk is None else disk.directory
-        """Where its files are; None: there is no disk."""
         self._make_mover = make_mover
         self._tiers: dict[HolderId, LowerTier] = {}
 
-    def open(self, wanted: OpenTier, memory: CacheMemory) -> Iterator[Stocked]:
-        """Open a holder's, and say what it has; no slots, if it can't be had:
-        that is warned of.
-
-        Args:
-            memory: its cache.
-        """
+    def open(self, wanted: OpenTier, memory: CacheMemory) -> Iterator[Inventory]:
+        """Open a holder's tier, and report what it has. No slots if it can't be opened."""
         self.close(wanted.holder)
         if self._disk is None:
             yield from _pages(wanted.holder, 0, [])
@@ -75,49 +68,45 @@ class Tiers:
 
     def use(
         self, holder: HolderId, tier: LowerTier, num_slots: int, entries: Sequence[Entry] = ()
-    ) -> Iterator[Stocked]:
-        """A holder's is open, with so many slots; what it has."""
+    ) -> Iterator[Inventory]:
+        """Use a tier for a holder, and report what it has."""
         self._tiers[holder] = tier
         return _pages(holder, num_slots, entries)
 
     def of(self, holder: HolderId) -> LowerTier | None:
-        """A holder's; None: it has none."""
         return self._tiers.get(holder)
 
     def wait(self, timeout_s: float | None) -> None:
-        """Until some job has come further than was asked, or so long."""
+        """Wait until some job has come further than was reported."""
         for tier in self._tiers.values():
             tier.wait(timeout_s if len(self._tiers) == 1 else POLL_S)
 
     def wait_for_layer(self, holder: HolderId, numbers: tuple[int, ...], layer: int) -> None:
-        """Until these jobs have fetched a layer; what hasn't come by then has
-        failed."""
+        """Wait until these jobs have fetched a layer. What has not come then has failed."""
         tier = self._tiers.get(holder)
         if tier is not None:
             tier.wait_for_layer(numbers, layer)
 
     def close(self, holder: HolderId) -> None:
-        """A holder's cache is over: nothing is moved from or to it any more,
-        when this returns."""
+        """End all moves of a holder's cache."""
         tier = self._tiers.pop(holder, None)
         if tier is not None:
             tier.close()
 
     def close_all(self) -> None:
-        """All of them."""
         for holder in list(self._tiers):
             self.close(holder)
 
 
-def _pages(holder: HolderId, num_slots: int, entries: Sequence[Entry]) -> Iterator[Stocked]:
-    """What there is, in messages of bounded size."""
+def _pages(holder: HolderId, num_slots: int, entries: Sequence[Entry]) -> Iterator[Inventory]:
+    """Report a tier's blocks in messages of bounded size."""
     rest = iter(entries)
     page = list(islice(rest, MOST_MOVED))
     while True:
         following = list(islice(rest, MOST_MOVED))
         num_tokens = np.array([entry.num_tokens for entry in page], np.int32)
         keys = words_of([entry.key for entry in page])
-        yield Stocked(holder, num_slots, keys, num_tokens, is_last=not following)
+        yield Inventory(holder, num_slots, keys, num_tokens, is_last=not following)
         if not following:
             return
         page = following

@@ -31,7 +31,7 @@ from typing import Final, Protocol, TypeAlias, TypeVar
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.blocks import ON_DISK, Fetching, Moved, Pulled, Replicated, Unprotected
+from fastdecode.wire.blocks import ON_DISK, Done, Progress, Pulled, Replicated, Unprotected
 from rworker.instructions import (
     BeginPull,
     DropStored,
@@ -57,7 +57,7 @@ _MOST_STEPS: Final = 2
 _MOST_ANSWERS: Final = 2
 """That a unit takes in of a link, where each may be a chunk."""
 
-TransferNews: TypeAlias = Replicated | Unprotected | Pulled | Fetching | Moved
+TransferNews: TypeAlias = Replicated | Unprotected | Pulled | Progress | Done
 Tell: TypeAlias = Callable[[int, TransferNews], None]
 """Sends a peer, by its number, a report."""
 _Key = TypeVar("_Key")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple
 from typing import Final
 
-from fastdecode.wire.blocks import Fetching, Moved, words_of
+from fastdecode.wire.blocks import Done, Progress, words_of
 from rworker.instructions import MoveBlocks
-from rworker.tiers.health import Faults
 from rworker.tiers.lower_tier import LowerTier
 
 
@@ -34,30 +32,30 @@ class BlockTransfer:
         self._tier.begin(self._job)
         return True
 
-    def advance(self) -> Iterator[Fetching]:
+    def advance(self) -> Iterator[Progress]:
         """See ``Transfer``."""
         if self._tier is None:
             return
         before, self._num_there = self._num_there, self._tier.progress(self._job)
         if before < self._num_there and not self.is_done:
             at = self._order.holder, self._job.number, self._num_there, self._tier.num_layers
-            yield Fetching(*at, self._job.seconds)
+            yield Progress(*at, self._job.seconds)
 
     @property
     def is_done(self) -> bool:
         """See ``Transfer``."""
         return self._tier is not None and self._num_there == self._tier.num_layers
 
-    def end(self, reason: str) -> Moved:
+    def end(self, reason: str) -> Done:
         """See ``Transfer``. What failed of a fetch isn't kept any more."""
         job, tier = self._job, self._tier
         failed = set(range(len(job.keys))) if reason else job.failed
         self._order.books.moving.end(job.number, failed)
         words = words_of([job.keys[place] for place in sorted(failed)])
         num_bytes = 0 if tier is None else (len(job.keys) - len(failed)) * tier.stored_bytes
-        faults = Faults() if tier is None else tier.take_faults()
+        faults = (0, 0, 0, 0) if tier is None else tier.take_faults()
         at = self._order.holder, job.number, words, num_bytes, job.seconds
-        return Moved(*at, *astuple(faults))
+        return Done(*at, *faults)
 
     def close(self) -> None:
         """See ``Transfer``: with its cache, a tier is closed, too."""

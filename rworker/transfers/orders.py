@@ -16,13 +16,13 @@ from fastdecode.wire.blocks import (
     ExportDescription,
     ExportExpired,
     ExportSequence,
-    FetchBlocks,
+    Fetch,
     FetchChunk,
-    ForgetBlocks,
+    Forget,
     Pull,
     Replicate,
     Restore,
-    StoreBlocks,
+    Retain,
     TierToRWorker,
     UseTier,
 )
@@ -129,7 +129,7 @@ def _offer(books: CacheState, message: ExportSequence) -> None:
 
 
 def about_tier(
-    number: int, cache: HolderCache, message: TierToRWorker | ForgetBlocks
+    number: int, cache: HolderCache, message: TierToRWorker | Forget
 ) -> tuple[Instruction, ...]:
     """What a peer's message about a cache's lower tier comes to.
 
@@ -145,9 +145,9 @@ def about_tier(
             if books.moving:
                 raise ProtocolError("the lower tier is in use")
             return (OpenTier(number, cache.holder, message.identity),)
-        case StoreBlocks() | FetchBlocks():
+        case Retain() | Fetch():
             return (MoveBlocks(number, cache.holder, books, books.moving.begin(message)),)
-        case ForgetBlocks():
+        case Forget():
             return (DropStored(cache.holder, tuple(checked_keys(message.keys))),)
 
 

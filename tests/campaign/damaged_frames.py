@@ -25,18 +25,17 @@ from values import replace
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.blocks import ChunkForm, FetchChunk, TakeOver, TruncateSequence
+from fastdecode.wire.blocks import ChunkForm, FetchChunk, TakeOver, Truncate
 from fastdecode.wire.codec import Codec
 from fastdecode.wire.messages import (
     Accepted,
     Attend,
     AttendResult,
     BeginStep,
-    CloseSequence,
-    ExtendSequence,
-    ForkSequence,
+    Close,
+    Extend,
     Message,
-    OpenSequence,
+    Open,
     Shutdown,
     ToRWorker,
     Welcome,
@@ -131,15 +130,15 @@ def conversation(chance: random.Random, holder: int) -> list[ToRWorker]:
         return Attend(begin.step, begin.lane, layer, q, k, v)
 
     length = chance.randrange(2, 12)
-    said: list[ToRWorker] = [replace(SMALL, holder=holder, session=SESSION), OpenSequence(1, 40)]
+    said: list[ToRWorker] = [replace(SMALL, holder=holder, session=SESSION), Open(1, 40)]
     steps = [step_of((1, 0, length)), step_of((1, length, 1), (2, length, 1), step=1)]
     steps += [step_of((2, length + 1, 1), step=2)]
     for place, begin in enumerate(steps):
         said += [begin, *(arrays(begin, layer) for layer in range(NUM_LAYERS))]
-        said += [ForkSequence(1, 2, length, 20)] if place == 0 else [ExtendSequence(2, 30)]
+        said += [Open(2, 20, length, parent_id=1)] if place == 0 else [Extend(2, 30)]
     ids, most = np.array([1, 2]), np.array([length, 3], np.int32)
-    said += [TruncateSequence(2, 3), TakeOver(SESSION, ids, most, holder)]
-    return [*said, CloseSequence(1), CloseSequence(2)]
+    said += [Truncate(2, 3), TakeOver(SESSION, ids, most, holder)]
+    return [*said, Close(1), Close(2)]
 
 
 def mirrored(chance: random.Random, holder: int) -> list[ToRWorker]:
@@ -149,16 +148,16 @@ def mirrored(chance: random.Random, holder: int) -> list[ToRWorker]:
     mirror = Mirror(HolderId(holder), cache.books, cache)
     said: list[ToRWorker] = [mirror.hello]
     parts = {sequence: chance.randrange(1, 20) for sequence in (1, 2)}
-    changes: list[Any] = [OpenSequence(sequence, 20) for sequence in parts]
-    for change in [*changes, ExtendSequence(2, 24), TruncateSequence(1, 1), CloseSequence(2)]:
-        if isinstance(change, TruncateSequence):
+    changes: list[Any] = [Open(sequence, 20) for sequence in parts]
+    for change in [*changes, Extend(2, 24), Truncate(1, 1), Close(2)]:
+        if isinstance(change, Truncate):
             cache.books.store.truncate(change.sequence_id, change.num_tokens)
-        elif isinstance(change, CloseSequence):
+        elif isinstance(change, Close):
             cache.books.close(change)
         else:
             cache.books.reserve(change)
         mirror.follow(change)
-        if isinstance(change, OpenSequence):
+        if isinstance(change, Open):
             count = np.array([parts[change.sequence_id]], np.int32)
             cache.books.store.append(np.array([change.sequence_id]), count)
         while (message := mirror.next()) is not None:
@@ -198,7 +197,7 @@ class Served:
         """Of a prompt, a fork and some tokens."""
         end = self.peers[self.HONEST]
         end.answers.clear()
-        for message in (OpenSequence(1, 40), *self._said, CloseSequence(1), CloseSequence(2)):
+        for message in (Open(1, 40), *self._said, Close(1), Close(2)):
             self.tell(self.HONEST, message)
         return [answer for answer in end.answers if isinstance(answer, AttendResult)]
 
@@ -271,11 +270,11 @@ def to_port(number: int, chance: random.Random) -> Counter[str]:
                         frames = frames[: chance.randrange(len(frames) + 3)]
                     stranger.send_multipart([head, *frames])
                     sent += is_damaged
-            connection.send(OpenSequence(sent, 8))
+            connection.send(Open(sent, 8))
             answer = connection.receive(WAIT_S)
             is_honest = answer == Accepted(sent)
             counts["honest answers" if is_honest else "changed"] += 1
-            connection.send(CloseSequence(sent))
+            connection.send(Close(sent))
         connection.send(Shutdown())
     context.term()
     counts["sent"] = sent

@@ -26,10 +26,10 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from rworker.tiers import slots  # noqa: E402
+from rworker.tiers.disk import open_slots  # noqa: E402
 from rworker.tiers.format import PAGE_BYTES, SlotShape  # noqa: E402
 from rworker.tiers.lower_tier import MoveJob  # noqa: E402
 from rworker.tiers.mover import Mover  # noqa: E402
-from rworker.tiers.opening import open_slots  # noqa: E402
 
 WRITES_A_BLOCK = 3  # its entry is cleared, its layers are written, its entry is written
 SHAPE = SlotShape("ab" * 32, num_layers=5, layer_bytes=3000)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from fastdecode.cli.main import main
+from rworker.tiers.disk import open_slots
 from rworker.tiers.format import SlotShape
 from rworker.tiers.lower_tier import MoveJob
 from rworker.tiers.mover import Mover
-from rworker.tiers.opening import open_slots
 
 SHAPE = SlotShape("ab" * 32, num_layers=2, layer_bytes=3000)
 

@@ -154,7 +154,7 @@ def test_emits_what_launch_starts(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--gpu", "A10"], "at which rate do they come? Give --rate"),
+        (["--gpu", "A10"], "--rate is missing: give the request rate"),
         (["--gpu", "A10", "--rate", "0"], "--rate 0.0 is not a number of requests a second"),
         (["--gpu", "A10", "--rate", "1e12"], "requests a second from 1e-06 to 1e+06"),
         (["--gpu", "A10", "--rate", "1", "--trace", "x"], "--trace, or --prompt-len and"),

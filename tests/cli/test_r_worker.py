@@ -29,7 +29,7 @@ from fastdecode.wire.messages import (
     Failed,
     FromRWorker,
     Hello,
-    OpenSequence,
+    Open,
     Shutdown,
     ToRWorker,
     Welcome,
@@ -63,7 +63,7 @@ def converse(connection: Any) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     connection.send(HELLO)
     assert isinstance(connection.receive(WAIT_S), Welcome)
-    connection.send(OpenSequence(7, 40))
+    connection.send(Open(7, 40))
     assert connection.receive(WAIT_S) == Accepted(7)
     results = []
     past = 0

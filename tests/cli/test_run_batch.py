@@ -205,7 +205,7 @@ def test_a_lost_worker_is_exit_code_4(
 
     monkeypatch.setattr(Engine, "step", fail)
     assert command.run("--run-seed", "1") == 4
-    assert "to go on: fastdecode run-batch" in (told := capsys.readouterr().err)
+    assert "to continue: fastdecode run-batch" in (told := capsys.readouterr().err)
     assert "R-worker r0 failed" in told
     monkeypatch.undo()
     assert 0 < command.num_answers < 40
@@ -276,7 +276,7 @@ def test_an_interrupt_finishes_what_runs_and_says_how_to_go_on(
     _stop(process, signal.SIGINT, limit)
     _, told = process.communicate(timeout=240)
     assert process.returncode == 130, told
-    assert "to go on: fastdecode run-batch" in told
+    assert "to continue: fastdecode run-batch" in told
     assert 0 < len(command.said) < 3000
 
 
@@ -295,7 +295,7 @@ def test_a_job_of_standard_input_is_interrupted_and_goes_on(
         _stop(process, signal.SIGTERM, limit)
         _, told = process.communicate(timeout=240)
     assert process.returncode == 130, told
-    assert "to go on, with the same lines on standard input: fastdecode run-batch" in told
+    assert "to continue, with the same lines on standard input: fastdecode run-batch" in told
     assert 0 < len(command.said) < 600
     with packed.open("rb") as fed:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(fed))

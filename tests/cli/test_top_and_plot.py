@@ -137,7 +137,7 @@ def test_what_is_no_status_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     for content in ("{}", "[", '{"figures": {}}'):
         (tmp_path / "file").write_text(content)
         assert main(["top", str(tmp_path / "file")]) == 2
-        assert "is no status" in capsys.readouterr().err
+        assert "is not a status" in capsys.readouterr().err
     assert main(["top", str(tmp_path / "none"), "--once"]) == 2
     assert main(["top", str(tmp_path / "none" / "file")]) == 2, "nobody can write that file"
 
@@ -157,7 +157,7 @@ def test_a_file_that_is_not_there_yet_is_waited_for(
     monkeypatch.setattr("fastdecode.cli.top.sleep", sleep)
     assert main(["top", str(path), "--every", "2"]) == 0
     told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith(f"waiting: {path} is not there yet") and slept == [2.0] * 5
+    assert told[0].startswith(f"waiting: {path} does not exist yet") and slept == [2.0] * 5
     assert sum(line.startswith("waiting") for line in told) == 1
     assert sum(line.startswith("fastdecode generate") for line in told) == 3
 

@@ -39,7 +39,7 @@ def test_every_way_to_use_what_one_owns() -> None:
     # A GPU's hour and a tenth for each socket, over the tokens of an hour.
     per_hour = 4 * (1.0 + 0.1 * apart.headline.sockets)
     assert apart.job.money == pytest.approx(per_hour / (apart.tokens_per_s * 3600) * 1e6)
-    with pytest.raises(ConfigError, match="how many CPU sockets"):
+    with pytest.raises(ConfigError, match="number of CPU sockets is missing"):
         arrange(setup(), 4, Goal(), size, None)
 
 

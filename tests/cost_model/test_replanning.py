@@ -24,10 +24,13 @@ from cost_model.goodput.replanning import (
     RoleQuestion,
     Roles,
     TrafficSample,
+    TrafficWatch,
+    WatchRules,
     from_json,
     main,
     simulation_of,
     to_json,
+    traffic,
 )
 from cost_model.goodput.simulator import (
     DecodeSpec,
@@ -37,7 +40,6 @@ from cost_model.goodput.simulator import (
     simulate_colocated,
 )
 from cost_model.goodput.slo import RequestTimes, Slo
-from cost_model.goodput.traffic_watch import FinishedRequest, TrafficWatch, WatchRules, traffic
 from cost_model.goodput.workload import Lengths, drawn
 from examples import examples
 from fastdecode.core.config.instances import InstanceRole
@@ -82,7 +84,7 @@ class Day:
         told = []
         for (at_s, prompt, output), each in zip(asked, seen, strict=True):
             over_s = at_s + each.ttft_s + (each.tpot_s or 0.0) * (output - 1)
-            told += [(at_s, 0, None), (over_s, 1, FinishedRequest(each, prompt, output))]
+            told += [(at_s, 0, None), (over_s, 1, (each, prompt, output))]
         told.sort(key=lambda one: one[:2])
         watch, next_s = TrafficWatch(SLO, rules, 0.0), 0.0
         for now_s, _, over in told:
@@ -111,7 +113,7 @@ class Day:
 
 def test_traffic_is_what_was_drawn() -> None:
     asked = requests(10_000, 5.0, cv=2.0, prompt=300, output=40)
-    over = [FinishedRequest(RequestTimes(at, 0.5, 0.01), p, o) for at, p, o in asked]
+    over = [(RequestTimes(at, 0.5, 0.01), p, o) for at, p, o in asked]
     found = traffic([at for at, _, _ in asked], over, SLO, asked[-1][0])
     for name, value in (("rate", 5.0), ("cv", 2.0), ("prompts", 300.0), ("outputs", 40.0)):
         estimate = getattr(found, name)
@@ -126,7 +128,7 @@ def test_errors_are_those_of_many_windows(cv: float) -> None:
     found = []
     for seed in range(400):
         asked = requests(300, 1.0, cv=cv, seed=seed)
-        over = [FinishedRequest(RequestTimes(at, 0.5, 0.01), p, o) for at, p, o in asked]
+        over = [(RequestTimes(at, 0.5, 0.01), p, o) for at, p, o in asked]
         found.append(traffic([at for at, _, _ in asked], over, SLO, asked[-1][0]))
     for name in ("rate", "prompts", "outputs"):
         values = [getattr(each, name).value for each in found]
@@ -206,7 +208,7 @@ def test_what_could_not_be_looked_at_is_looked_at_soon() -> None:
     asked, watch = requests(200, 1.0), TrafficWatch(SLO, RULES, 0.0)
     for at_s, prompt, output in asked:
         watch.arrived(at_s)
-        watch.finished(at_s, FinishedRequest(RequestTimes(at_s, 0.1, 0.01), prompt, output))
+        watch.finished(at_s, (RequestTimes(at_s, 0.1, 0.01), prompt, output))
     now_s = max(asked[-1][0], RULES.window_s)
     due = watch.due(now_s)
     assert due is not None and watch.due(now_s + RULES.window_s) is None

@@ -361,7 +361,7 @@ def test_users_in_plain_words(
         (["--dtype", "float32"], "--dtype float16 or bfloat16"),
         (["--gpu", "none", "--gpus", "2"], "--gpus 2: there is no GPU"),
         (["--gpus", "3"], "--gpus 3: the 32 query heads of Llama-3.1 8B"),
-        (["--gpu", "all", "--sort", "cost"], "--sort cost: what do they cost? Give --prices"),
+        (["--gpu", "all", "--sort", "cost"], "--sort cost needs prices. Give --prices"),
         (["--gpu", "all", "--own", "--max-sockets", "2"], "not with --own"),
         (["--gpu", "all", "--explain"], "--explain is for one plan"),
         (["--gpu", "all", "--pp", "2"], "--pp 2 is for one plan"),

@@ -11,7 +11,7 @@ from scripted_engine import continued, request, rig
 
 from fastdecode.core.errors import RequestError, WorkerError
 from fastdecode.core.sequence import Request, RequestOutput
-from fastdecode.wire.messages import OpenSequence
+from fastdecode.wire.messages import Open
 
 ASKED = [
     request("a", 3, 20),
@@ -77,7 +77,7 @@ def test_an_answer_that_nobody_asked_for_costs_the_r_worker_alone(
         for one in ASKED:
             made.submit(one)
         made.engine.step()
-        made.fleet.send(0, OpenSequence(1 << 40, 16))
+        made.fleet.send(0, Open(1 << 40, 16))
         assert_right(ASKED, made.run())
         assert list(made.fleet.lost) == [0] and "which was not asked for" in caplog.text
 

@@ -32,7 +32,7 @@ from fastdecode.wire.messages import (
     BeginStep,
     FromRWorker,
     Hello,
-    OpenSequence,
+    Open,
     ToRWorker,
     Welcome,
 )
@@ -72,13 +72,13 @@ def group_of(num_members: int) -> tuple[GroupPool, list[Any]]:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (Accepted(8), "answered OpenSequence for sequence_id=8, where 7 was due"),
+        (Accepted(8), "answered Open for sequence_id=8, where 7 was due"),
         (Welcome("r1", 20, 16, 1), "sent Welcome, which was not asked for"),
     ],
 )
 def test_an_answer_to_something_else_is_one_members_alone(answer: FromRWorker, reason: str) -> None:
     fleet, peers = group_of(3)
-    fleet.send(GROUP, OpenSequence(7, 100))
+    fleet.send(GROUP, Open(7, 100))
     for peer, said in zip(peers, (Accepted(7), answer, Accepted(7)), strict=True):
         peer.send(said)
     assert_lost(fleet, f"r1 {reason}")
@@ -161,7 +161,7 @@ def timed_pool(
     hub = Hub(2, signs, answers)
     made = WorkerPool(hub, timeout_s=50.0, silence_s=5.0, clock=lambda: hub.now)  # type: ignore[arg-type]
     for worker in range(2):
-        made.send(worker, OpenSequence(0, 1))
+        made.send(worker, Open(0, 1))
     return hub, made
 
 
@@ -271,7 +271,7 @@ class Device:
         self._answers: deque[FromRWorker] = deque()
 
     def send(self, message: ToRWorker) -> None:
-        assert isinstance(message, OpenSequence)
+        assert isinstance(message, Open)
         self._answers.append(Accepted(message.sequence_id))
 
     def receive(self, timeout_s: float | None = None) -> FromRWorker:
@@ -318,14 +318,14 @@ def test_answers_of_a_device_are_kept_while_the_heads_are_shared_anew() -> None:
     device = HolderId(1)
     assert fleet.holders == [GROUP, device]
     peers[0].close()
-    fleet.send(GROUP, OpenSequence(4, 100))
+    fleet.send(GROUP, Open(4, 100))
     while not fleet.gone:
         assert fleet.receive(most_s=0.0) is None
     assert [holder for holder, _ in fleet.take_losses()] == [GROUP]
     hello = hello_for(KVSpec(1, 2, 8, DType.FLOAT32, 16))
     resharing = Resharing(fleet, hello, Deadlines(5.0, 5.0))
     for sequence in (5, 6, 7):
-        fleet.send(device, OpenSequence(sequence, 100))
+        fleet.send(device, Open(sequence, 100))
     for _ in range(4):
         assert resharing.look([GROUP]) == {}
     assert fleet.is_owed and fleet.is_owed_at_once

@@ -26,7 +26,7 @@ from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.mixed_step import DeviceLane, MixedAttention, StepMode
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.schedule.plan import Chunk
-from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, OpenSequence, Welcome
+from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Open, Welcome
 from sworker import whole
 from sworker.whole import WholeSteps
 from sworker.worker import WholePass
@@ -69,7 +69,7 @@ class HybridRun(Run):
             part = Part(PartId(number), DEVICE if at_home else HolderId(i % R_WORKERS), 0, 64)
             if at_home and number not in self.opened:
                 self.opened.add(number)
-                self.connection.send(OpenSequence(number, 64))
+                self.connection.send(Open(number, 64))
                 self.connection.poll()
             sequence.num_cached = len(PROMPT) + num_before - 1 if num_before else 0
             sequence.residence = Residence((part,))

@@ -27,11 +27,11 @@ from fastdecode.engine.stages.relay import ColumnRegreeting, Relay
 from fastdecode.engine.stages.replacements import ColumnReplacements
 from fastdecode.wire.blocks import (
     KEY_WORDS,
+    Done,
     DropCache,
     Dropped,
-    Moved,
-    Stocked,
-    StoreBlocks,
+    Inventory,
+    Retain,
     TakeOver,
     UseTier,
     words_of,
@@ -39,10 +39,10 @@ from fastdecode.wire.blocks import (
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import (
     Accepted,
-    CloseSequence,
-    ExtendSequence,
+    Close,
+    Extend,
     Failed,
-    OpenSequence,
+    Open,
     Refused,
     Shutdown,
     Welcome,
@@ -140,32 +140,32 @@ def greet(stages: Stages) -> None:
     assert stages.later.welcomes((1, 2)) is not None
 
 
-def stocked(column: int, is_last: bool = True) -> Stocked:
+def stocked(column: int, is_last: bool = True) -> Inventory:
     no_keys = np.zeros((0, KEY_WORDS), np.int64)
-    return Stocked(column, 4, no_keys, np.zeros(0, np.int32), is_last)
+    return Inventory(column, 4, no_keys, np.zeros(0, np.int32), is_last)
 
 
 def test_who_gave_room_gets_it_back_when_another_stage_has_none() -> None:
     stages = Stages()
-    stages.fleet.send(W, OpenSequence(7, 100))
+    stages.fleet.send(W, Open(7, 100))
     assert stages.heard(1) == stages.heard(2)
     stages.say(1, answer(7))
     stages.say(2, answer(7, *FULL))
     stages.own(W, Accepted(7))
     assert stages.answers.popleft() == (W, Refused(7, *FULL))
-    assert [stages.heard_own(W) for _ in range(2)] == [OpenSequence(7, 100), CloseSequence(7)]
-    assert (stages.heard(1), stages.heard(2)) == (CloseSequence(7, W), None)
-    stages.fleet.send(W, ExtendSequence(7, 200))  # what is larger may stay so
+    assert [stages.heard_own(W) for _ in range(2)] == [Open(7, 100), Close(7)]
+    assert (stages.heard(1), stages.heard(2)) == (Close(7, W), None)
+    stages.fleet.send(W, Extend(7, 200))  # what is larger may stay so
     stages.own(W, Accepted(7))
     stages.say(1, answer(7))
     stages.say(2, answer(7, *FULL))
     assert stages.answers.popleft() == (W, Refused(7, *FULL))
-    assert [stages.heard_own(W) for _ in range(2)] == [ExtendSequence(7, 200), None]
+    assert [stages.heard_own(W) for _ in range(2)] == [Extend(7, 200), None]
 
 
 def test_a_column_is_lost_once_wherever_that_is_told() -> None:
     stages = Stages()
-    stages.fleet.send(W, OpenSequence(7, 100))
+    stages.fleet.send(W, Open(7, 100))
     stages.say(1, ColumnLost(W, "worker_timeout", "it is silent"))
     ((column, error),) = stages.fleet.take_losses()
     assert column == W and "stage 1: it is silent" in error.message
@@ -195,7 +195,7 @@ def test_what_is_moved_of_a_lost_column_is_news_of_nobody() -> None:
 def test_what_a_column_was_asked_before_it_is_greeted_again_is_void() -> None:
     """Greetings too: a stage whose R-workers share the heads answers the last alone."""
     stages = Stages()
-    stages.fleet.send(W, OpenSequence(7, 100))
+    stages.fleet.send(W, Open(7, 100))
     stages.say(1, ColumnLost(W, "worker_timeout", "it is silent"))
     stages.say(1, ColumnReady(W))
     stages.fleet.take_losses()
@@ -206,7 +206,7 @@ def test_what_a_column_was_asked_before_it_is_greeted_again_is_void() -> None:
     for _ in range(2):
         stages.fleet.send(W, HELLO)
     heard = [message for _ in range(4) if not isinstance(message := stages.heard(2), StageHello)]
-    assert heard == [OpenSequence(7, 100, W), GreetColumn(W, 1), GreetColumn(W, 2)]
+    assert heard == [Open(7, 100, holder=W), GreetColumn(W, 1), GreetColumn(W, 2)]
     room = HELLO.kv.block_size, False
     stages.say(2, answer(7))
     stages.say(1, ColumnWelcome(W, 1, 3, *room, newcomers=("r7",)))
@@ -254,24 +254,24 @@ def test_heads_are_shared_anew_though_no_answer_is_owed_when_a_stage_is_ready() 
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_stage_that_tells_of_a_lower_tier_that_nobody_asked_for_is_lost(is_last: bool) -> None:
     stages = Stages()
-    with pytest.raises(WorkerError, match=r"stage 1 is lost: .*Stocked, which was not asked for"):
+    with pytest.raises(WorkerError, match=r"stage 1 is lost: .*Inventory, which was not asked for"):
         stages.say(1, stocked(W, is_last))
     stages = Stages()
     stages.fleet.send(W, UseTier("0" * 64))
     stages.say(1, stocked(W, is_last=False))
     stages.say(1, stocked(W))
-    with pytest.raises(WorkerError, match=r"stage 1 is lost: .*Stocked, which was not asked for"):
+    with pytest.raises(WorkerError, match=r"stage 1 is lost: .*Inventory, which was not asked for"):
         stages.say(1, stocked(W, is_last))
 
 
 def test_what_one_stage_couldnt_store_is_dropped_in_the_others() -> None:
     stages, key = Stages(), b"k" * 16
     keys = words_of([key])
-    stages.fleet.send(W, StoreBlocks(5, keys, np.ones(1, np.int32)))
-    assert isinstance(stages.heard(1), StoreBlocks) and isinstance(stages.heard(2), StoreBlocks)
-    stages.own(W, Moved(W, 5, words_of(()), 10, 0.5))
-    stages.say(1, Moved(W, 5, keys, 10, 0.5))
-    stages.say(2, Moved(W, 5, words_of(()), 10, 0.5))
+    stages.fleet.send(W, Retain(5, keys, np.ones(1, np.int32)))
+    assert isinstance(stages.heard(1), Retain) and isinstance(stages.heard(2), Retain)
+    stages.own(W, Done(W, 5, words_of(()), 10, 0.5))
+    stages.say(1, Done(W, 5, keys, 10, 0.5))
+    stages.say(2, Done(W, 5, words_of(()), 10, 0.5))
     (news,) = stages.fleet.moves.take_tiers()
     assert news.holder == W and stages.heard(1) is None
     assert (stages.heard(2).keys == keys).all()
@@ -288,8 +288,8 @@ def test_answers_about_a_copy_that_is_given_up_are_of_the_r_worker_that_was_aske
         stages.fleet.take_losses()
         members.placement.move(one, other)
         stages.fleet.go_on(W)
-        stages.fleet.send(W, OpenSequence(75, 100))
-        stages.fleet.send(V, OpenSequence(76, 100))
+        stages.fleet.send(W, Open(75, 100))
+        stages.fleet.send(V, Open(76, 100))
         stages.fleet.give_up(W)
         members.placement.give_back(one)
         if is_greeted_first:
@@ -351,7 +351,7 @@ def test_a_step_may_take_a_stage_as_long_as_its_layers_may_take_r_workers() -> N
 def test_a_stage_has_time_to_give_its_r_worker_up() -> None:
     clock = [100.0]
     stages = Stages(clock=lambda: clock[0])
-    stages.fleet.send(W, OpenSequence(7, 100))
+    stages.fleet.send(W, Open(7, 100))
     stages.own(W, Accepted(7))
     clock[0] += 119
     assert not stages.members.pending.overdue()
@@ -366,8 +366,8 @@ def test_a_stage_has_time_to_give_its_r_worker_up() -> None:
         (ColumnLost(2, "gone", "it left"), "speaks of column 2, and there are 2"),
         (ColumnLost(-1, "gone", "it left"), "column -1"),
         (StageAnswer(1 << 40, 1, "", ""), "column 1099511627776"),
-        (Moved(2, 1, words_of(()), 1, 0.0), "column 2"),
-        (Stocked(-1, 1, words_of(()), np.zeros(0, np.int32), True), "column -1"),
+        (Done(2, 1, words_of(()), 1, 0.0), "column 2"),
+        (Inventory(-1, 1, words_of(()), np.zeros(0, np.int32), True), "column -1"),
         (Dropped(0, 2), "column 2"),
         (done(1, [5]), r"\[5\] of 2 columns lost"),
         (done(2, []), "as stage 2"),
@@ -397,7 +397,7 @@ def test_a_stage_is_lost_by_its_name() -> None:
     stages.ends[2].send(Failed("stage 1", "out_of_capacity", "too little memory"))
     stages.ends[2].close()
     with pytest.raises(WorkerError, match="stage 1 failed: too little memory"):
-        stages.fleet.send(W, CloseSequence(7))
+        stages.fleet.send(W, Close(7))
 
 
 class TestRelay:
@@ -419,7 +419,7 @@ class TestRelay:
         assert not self.pool.is_lost(W)
         self.relay.obey(DropCache(9, W, V))
         assert self.pool.is_lost(W) and not self.pool.is_lost(V)
-        self.pool.send(W, CloseSequence(7))
+        self.pool.send(W, Close(7))
         assert list(iter(self.workers[V].poll, None)) == [DropCache(5, W, V)]
 
     def test_it_is_reported_once_whether_a_lost_r_worker_has_a_replacement(self) -> None:
@@ -464,7 +464,7 @@ class TestRelay:
     @pytest.mark.parametrize(
         ("message", "reason"),
         [
-            (OpenSequence(7, 100, 2), "there is no column 2: there are 2"),
+            (Open(7, 100, holder=2), "there is no column 2: there are 2"),
             (PlaceColumn(0, -1), "there is no column -1"),
             (StageWelcome(1, ()), "sent StageWelcome"),
         ],

@@ -32,7 +32,7 @@ from fastdecode.wire.messages import (
     AttendResult,
     Failed,
     FromRWorker,
-    OpenSequence,
+    Open,
     Refused,
     ToRWorker,
     Welcome,
@@ -115,13 +115,13 @@ def test_an_answer_of_another_kind_than_was_asked() -> None:
         end.send(HONEST)
     assert greet(fleet, HELLO) == {0: HONEST, 1: HONEST}
     for holder in (0, 1):
-        fleet.send(holder, OpenSequence(1, 8))
+        fleet.send(holder, Open(1, 8))
     one.send(HONEST)
     other.send(Accepted(1))
     other.send(Accepted(1))
     assert fleet.receive() is None
     assert fleet.receive() == (1, Accepted(1))
-    fleet.send(1, OpenSequence(2, 8))
+    fleet.send(1, Open(2, 8))
     assert [holder for holder, _ in fleet.take_losses()] == [0]
     assert "sent Welcome, which was not asked for" in fleet.lost[0].message
     assert fleet.take_losses() == []
@@ -130,7 +130,7 @@ def test_an_answer_of_another_kind_than_was_asked() -> None:
 def test_an_answer_that_nobody_waits_for_between_imports() -> None:
     """Only imported KV is awaited while nothing runs: the R-worker is lost, not the engine."""
     fleet, (end,) = fleet_of(1)
-    fleet.send(HolderId(0), OpenSequence(1, 8))
+    fleet.send(HolderId(0), Open(1, 8))
     end.send(Accepted(1))
     lifecycle = SimpleNamespace(handing=SimpleNamespace(is_importing=True))
     state: Any = SimpleNamespace(fleet=fleet, requests=None, lifecycle=lifecycle)
@@ -141,11 +141,11 @@ def test_an_answer_that_nobody_waits_for_between_imports() -> None:
 def test_an_answer_to_something_else_than_was_asked() -> None:
     fleet, (one, other) = fleet_of(2)
     for holder, end in enumerate((one, other)):
-        fleet.send(holder, OpenSequence(1, 8))
+        fleet.send(holder, Open(1, 8))
         end.send(Accepted(1 + holder))
     assert fleet.receive() == (0, Accepted(1))
     assert fleet.receive() is None
-    assert "answered OpenSequence for sequence_id=2, where 1 was due" in fleet.lost[1].message
+    assert "answered Open for sequence_id=2, where 1 was due" in fleet.lost[1].message
 
 
 def test_control_characters_reach_no_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,8 +20,7 @@ from fastdecode.core.model.checkpoint import WEIGHTS_FILE, open_checkpoint
 from fastdecode.core.model.weights_hash import weights_hash
 from fastdecode.engine.setup.reach import own_disk
 from rworker.tiers import disk
-from rworker.tiers.disk import slot_files
-from rworker.tiers.opening import read_slots
+from rworker.tiers.disk import read_slots, slot_files
 
 SMALL: dict[str, Any] = {
     "dtype": "float32",

@@ -63,7 +63,7 @@ def test_later_steps_take_no_more_than_the_first(tiny_checkpoint: Callable[..., 
             llm.generate(asked, params)
         assert live_tensor_bytes() <= first
         assert not engine.requests and not engine.num_unfinished_sequences
-        assert not engine._lifecycle.sequences.by_sequence and not engine._lifecycle.grants
+        assert not engine._lifecycle.sequences.by_sequence and not engine._lifecycle.grants.asked
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,9 @@ from fastdecode.engine.setup import launch
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from rworker.attention import AttentionExecutor
 from rworker.tiers.disk import Disk
-from rworker.tiers.mover import Mover
+from rworker.tiers.mover import Mover, Unit
 from rworker.tiers.slots import SlotFile
 from rworker.tiers.tiers import Tiers
-from rworker.tiers.units import Unit
 
 WAIT_S = 60.0
 NUM_THREADS = 24

@@ -18,7 +18,7 @@ from trouble import crash_after
 from fastdecode import LLM, SamplingParams
 from fastdecode.engine.step import mixed_step
 from fastdecode.engine.step import remote as attend
-from fastdecode.measure.steady import cancel_all
+from fastdecode.measure.calibrate import cancel_all
 from fastdecode.schedule.hybrid.forecast import Layout
 from sworker import whole
 from sworker.buffers import LENT_LAYERS, Shipment, Staging

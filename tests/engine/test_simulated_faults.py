@@ -317,7 +317,7 @@ def test_no_fault_changes_a_token_or_leaves_anything_behind(
                 trial.check()
         except AssertionError as error:
             lives = trial.made.lifecycle.sequences
-            told = [line for i in lives.by_sequence for line in lives.stories[i]]
+            told = [line for i in lives.by_sequence for line in lives.story(i)]
             story = "\n".join([f"seed {seed}: {error}", *trial.story, *told])
             raise AssertionError(story) from error
     assert ended > number // 2

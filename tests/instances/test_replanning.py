@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 from instance_runs import OPTIONS, answers, assert_alike, params, prompts, requests_of, role_turns
 
-from cost_model.goodput.replanning import JudgedRoles, RoleQuestion, Roles, to_json
-from cost_model.goodput.traffic_watch import WatchRules
+from cost_model.goodput.replanning import JudgedRoles, RoleQuestion, Roles, WatchRules, to_json
 from fastdecode import LLM
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError

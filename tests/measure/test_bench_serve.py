@@ -288,7 +288,7 @@ def test_the_question_for_a_model_says_what_is_wrong() -> None:
     raw = b"HTTP/1.1 401 No\r\n\r\n" + b'{"error": {"message": "a key"}}'
     assert "401: a key (set OPENAI_API_KEY)" in ran_against(raw)[1]
     for none in (b'{"data": []}', b"[]"):
-        assert "is this a server" in ran_against(chunked(none))[1]
+        assert "Is this a server" in ran_against(chunked(none))[1]
     assert ran_against(chunked(b'{"data": [{"i', b'd": "m"}]}'))[1] == "m"
     many = json.dumps({"data": [{"id": f"model-{i}"} for i in range(400)]}).encode()
     pieces = [many[i : i + 900] for i in range(0, len(many), 900)]

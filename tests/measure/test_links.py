@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastdecode.core.host.facts import this_host
 from fastdecode.measure.doctor import ModelFacts, judge
-from fastdecode.measure.neighbours import NeighbourFacts, examine_neighbours
+from fastdecode.measure.link import NeighbourFacts, examine_neighbours
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, ToRWorker
 from rworker.transfers.neighbours import ThreadNeighbours
@@ -14,7 +14,7 @@ ENOUGH = 200 << 20
 
 
 def examined(names: list[str], kv_bytes: int = ENOUGH) -> list[NeighbourFacts]:
-    """Of R-workers r0 and r1, which are called so."""
+    """Examine R-workers r0 and r1 under these names."""
     hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
     neighbours = ThreadNeighbours()
     workers = [
@@ -22,12 +22,11 @@ def examined(names: list[str], kv_bytes: int = ENOUGH) -> list[NeighbourFacts]:
         for i in range(2)
     ]
     try:
-        connections = [worker.connection for worker in workers]
-        return examine_neighbours(connections, names, [kv_bytes] * 2)
+        ring = zip(workers, names, strict=True)
+        return list(examine_neighbours([(w.connection, name, kv_bytes) for w, name in ring]))
     finally:
         for worker in workers:
             worker.stop()
-        for worker in workers:
             worker.join(30)
 
 
@@ -39,7 +38,7 @@ def test_examine_neighbours_finds_each_missing_link() -> None:
     assert not second.error
     little = examined(["r0", "r1"], kv_bytes=1 << 20)
     assert all("MB of KV memory each" in way.error for way in little)
-    assert examine_neighbours([], [], []) == []
+    assert not list(examine_neighbours([]))
 
 
 def test_doctor_names_slow_and_missing_links() -> None:

@@ -275,7 +275,7 @@ def test_a_launched_batch_that_is_interrupted_finishes_what_runs(
         limit.lift()
         outcome = job.wait(120)
     assert (outcome.exit_code, outcome.orphans) == (130, []), outcome
-    assert "to go on:" in outcome.output
+    assert "to continue:" in outcome.output
     assert len(output.read_text().splitlines()) >= 3, outcome.output
 
 

@@ -51,7 +51,7 @@ class PaperTable:
         """Prompt stages hold a microbatch, stages of tokens as many as there are stages."""
         stages, size = configuration
         memory = self.memory(stages, size, PROMPT_TOKENS, tokens - PROMPT_TOKENS)
-        return memory.prompts_fit(stages) if tokens == PROMPT_TOKENS else memory.tokens_fit(stages)
+        return memory.fit(stages, tokens=tokens != PROMPT_TOKENS)
 
     @property
     def begins_where_something_fits(self) -> bool:

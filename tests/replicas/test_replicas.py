@@ -14,7 +14,7 @@ from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.spares import SpareHub
 from fastdecode.engine.setup import replicas as replicas_setup
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.messages import Accepted, CloseSequence, FromRWorker, ToRWorker, Welcome
+from fastdecode.wire.messages import Accepted, Close, FromRWorker, ToRWorker, Welcome
 from fastdecode.wire.transport import PeerLostError
 
 
@@ -83,8 +83,8 @@ def test_what_a_spare_one_says_waits_until_it_is_asked() -> None:
     assert spare.poll() == Welcome("r2", 10, 16, 1)
     assert spare.poll() is None
     hub.replace(1, spare)
-    spare.send(CloseSequence(1))
-    assert ends[2].poll() == CloseSequence(1)
+    spare.send(Close(1))
+    assert ends[2].poll() == Close(1)
     ends[2].send(Accepted(6))
     ends[1].send(Accepted(7))
     assert hub.receive_any(1.0) == (1, Accepted(6)), "the lost one isn't listened to"

@@ -13,7 +13,7 @@ from fastdecode.engine.fleet.replicas import Failovers, Replicas
 from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.wire.blocks import NO_STEP, Dropped, Replicate, Replicated
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
-from fastdecode.wire.messages import FromRWorker, OpenSequence, ToRWorker, Welcome
+from fastdecode.wire.messages import FromRWorker, Open, ToRWorker, Welcome
 from fastdecode.wire.transport import TIMEOUT
 
 End = InprocConnection[FromRWorker, ToRWorker]
@@ -121,8 +121,8 @@ def test_news_that_cannot_be_are_believed_nowhere(of: int) -> None:
     assert [holder for holder, _ in ring.fleet.take_losses()] == [1]
     assert ring.fleet.lost[HolderId(1)].code == "protocol_error"
     assert ring.replicas.lose(HolderId(1), is_used=True) is False
-    ring.fleet.send(HolderId(0), OpenSequence(1, 8))
-    assert isinstance(ring.told(0)[-1], OpenSequence), "the others go on"
+    ring.fleet.send(HolderId(0), Open(1, 8))
+    assert isinstance(ring.told(0)[-1], Open), "the others go on"
 
 
 def test_the_ring_is_not_closed_over_others_before_it_knows_of_a_loss() -> None:

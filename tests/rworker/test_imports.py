@@ -35,7 +35,7 @@ from fastdecode.wire.blocks import (
     FetchedChunk,
 )
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, Failed, ForkSequence
+from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, Failed, Open
 from rworker.stream.transfer_plan import TransferPlan
 from rworker.transfers import import_transfer
 from rworker.transfers.peer_link import REACH_S
@@ -70,7 +70,7 @@ def test_what_is_fetched_is_there_bit_for_bit(kv: KVSpec, num_tokens: int) -> No
     assert pulled.num_bytes >= num_tokens * kv.token_bytes
     assert other.holds(9, num_tokens, seed=5)
     assert one.holds(3, num_tokens, seed=5)
-    assert other.ask(ForkSequence(9, 10, num_tokens, num_tokens + 9)) == Accepted(10)
+    assert other.ask(Open(10, num_tokens + 9, num_tokens, parent_id=9)) == Accepted(10)
     assert other.holds(10, num_tokens, seed=5)
 
 

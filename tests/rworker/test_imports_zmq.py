@@ -33,7 +33,7 @@ from fastdecode.wire.blocks import (
     Pulled,
 )
 from fastdecode.wire.inproc import InprocHub
-from fastdecode.wire.messages import PROTOCOL_VERSION, CloseSequence, Failed
+from fastdecode.wire.messages import PROTOCOL_VERSION, Close, Failed
 from fastdecode.wire.waiting import look_until_found
 from rworker.attention import AttentionExecutor
 from rworker.worker import start_worker_thread
@@ -73,7 +73,7 @@ def check_import(kv: KVSpec, p: Worker, address: str, d: Worker) -> None:
     assert pulled(d, 5, address, ticket, 61).reason == ""
     move(pieces_between({5: 61}, kv, by=-5), d.source(), back)
     assert_same(home, back, lengths)
-    p.connection.send(CloseSequence(0))
+    p.connection.send(Close(0))
     p.open(1, 16)  # accepted once the sequence before it is closed
     d.open(6, 64)
     assert "released" in pulled(d, 6, address, ticket, 61).reason

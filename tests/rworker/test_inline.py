@@ -20,11 +20,11 @@ from fastdecode.wire.messages import (
     Attend,
     AttendResult,
     BeginStep,
-    CloseSequence,
+    Close,
     Failed,
     FromRWorker,
     Hello,
-    OpenSequence,
+    Open,
     Shutdown,
     ToRWorker,
     Welcome,
@@ -48,7 +48,7 @@ def job() -> list[ToRWorker]:
     rng = np.random.default_rng(0)
     ids = np.arange(NUM_SEQUENCES, dtype=np.int64)
     messages: list[ToRWorker] = [HELLO]
-    messages += [OpenSequence(i, PROMPT_TOKENS + 1) for i in range(NUM_SEQUENCES)]
+    messages += [Open(i, PROMPT_TOKENS + 1) for i in range(NUM_SEQUENCES)]
     past = 0
     for step, num_new in enumerate((PROMPT_TOKENS, 1)):
         counts = np.full(NUM_SEQUENCES, num_new, np.int32)
@@ -60,14 +60,14 @@ def job() -> list[ToRWorker]:
                 rng.standard_normal((rows, heads, 16)).astype(np.float32) for heads in (6, 2, 2)
             )
             messages.append(Attend(step, 0, layer, q, k, v))
-    return [*messages, *(CloseSequence(i) for i in range(NUM_SEQUENCES)), Shutdown()]
+    return [*messages, *(Close(i) for i in range(NUM_SEQUENCES)), Shutdown()]
 
 
 def converse(connection: Connection[ToRWorker, FromRWorker]) -> list[FromRWorker]:
     answers = []
     for message in job():
         connection.send(message)
-        if not isinstance(message, (BeginStep, CloseSequence, Shutdown)):
+        if not isinstance(message, (BeginStep, Close, Shutdown)):
             answer = connection.receive(120)
             answers.append(
                 replace(answer, o=answer.o.copy()) if isinstance(answer, AttendResult) else answer
@@ -103,10 +103,10 @@ def test_answers_are_those_of_a_thread(has_own_threads: bool) -> None:
 def test_works_when_it_is_waited_for() -> None:
     connection = inline()
     connection.send(HELLO)
-    connection.send(OpenSequence(0, 10))
-    connection.send(CloseSequence(0))
+    connection.send(Open(0, 10))
+    connection.send(Close(0))
     # Refused as a protocol error, were the one before not closed by then.
-    connection.send(OpenSequence(0, 10))
+    connection.send(Open(0, 10))
     hub = SoleHub(connection)
     assert isinstance(hub.receive_any()[1], Welcome)
     assert [hub.receive_any(), hub.receive_any()] == [(WORKER, Accepted(0))] * 2
@@ -139,10 +139,10 @@ def test_closed_on_this_side() -> None:
 
 def test_broken_protocol_is_answered_and_ends_it() -> None:
     connection = inline()
-    connection.send(OpenSequence(0, 10))
+    connection.send(Open(0, 10))
     connection.send(HELLO)
     failed = connection.receive()
-    assert isinstance(failed, Failed) and "OpenSequence" in failed.message
+    assert isinstance(failed, Failed) and "Open" in failed.message
     with pytest.raises(WorkerError, match="R-worker r0 has closed"):
         connection.receive()  # nobody looks at what came after it
 
@@ -152,7 +152,7 @@ def attending(error: BaseException) -> InlineConnection:
     executor = AttentionExecutor()
     executor.compute = Mock(side_effect=error)  # type: ignore[method-assign]
     connection = inline(executor)
-    for message in [message for message in job() if not isinstance(message, CloseSequence)][
+    for message in [message for message in job() if not isinstance(message, Close)][
         : 3 + NUM_SEQUENCES
     ]:
         connection.send(message)

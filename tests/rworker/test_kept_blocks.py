@@ -15,12 +15,11 @@ from cpu_kernels import BlockLayout
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.blocks import ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.blocks import Forget, Name
 from fastdecode.wire.messages import (
     Accepted,
-    CloseSequence,
-    ForkSequence,
-    OpenSequence,
+    Close,
+    Open,
     Refused,
 )
 from rworker.blocks.kv_store import KVStore
@@ -51,56 +50,56 @@ def test_a_store_without_room_for_the_rest_refuses_to_resume() -> None:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (KeepBlocks(1, 0, keys(1)), "sequence 1 is not open"),
-        (KeepBlocks(0, 1, keys(1, 2)), "has 8 tokens in every layer"),
-        (KeepBlocks(0, -1, keys(1)), "first_block"),
-        (KeepBlocks(0, 0, keys(1, 1)), "another block's"),
-        (KeepBlocks(0, 0, keys(9)), "another block's"),
-        (KeepBlocks(0, 1, keys(1)), "kept by another key"),
-        (KeepBlocks(0, 0, keys()), "none"),
-        (KeepBlocks(0, 0, np.zeros((1, 3), np.int64)), "[1, 3] stands where"),
-        (KeepBlocks(0, 0, np.zeros((1, 2), np.int32)), "int64"),
-        (ResumeSequence(1, 9, 8, keys(9, 1)), "no block is kept"),
-        (ResumeSequence(1, 9, 5, keys(9)), "would resume 5 tokens"),
-        (ResumeSequence(1, 3, 4, keys(9)), "would resume 4 tokens"),
-        (ResumeSequence(0, 9, 4, keys(9)), "is open already"),
-        (ResumeSequence(1, 20, 8, keys(9), 0, 5), "which isn't whole blocks"),
-        (ResumeSequence(1, 20, 8, keys(9), 4, 8), "which isn't whole blocks"),
-        (ResumeSequence(1, 20, 8, keys(9), -4, 4), "gap_start"),
-        (ResumeSequence(1, 20, 12, keys(9), 0, 4), "would resume 12 tokens"),
-        (CloseSequence(1, tail=keys(1).tobytes().hex()), "sequence 1 is not open"),
-        (CloseSequence(0, tail=keys(1).tobytes().hex()), "no last block that isn't full"),
-        (ForgetBlocks(keys(1)), "no block is kept"),
-        (ForgetBlocks(keys(9, 9)), "twice"),
+        (Name(1, 0, keys(1)), "sequence 1 is not open"),
+        (Name(0, 1, keys(1, 2)), "has 8 tokens in every layer"),
+        (Name(0, -1, keys(1)), "first_block"),
+        (Name(0, 0, keys(1, 1)), "another block's"),
+        (Name(0, 0, keys(9)), "another block's"),
+        (Name(0, 1, keys(1)), "kept by another key"),
+        (Name(0, 0, keys()), "none"),
+        (Name(0, 0, np.zeros((1, 3), np.int64)), "[1, 3] stands where"),
+        (Name(0, 0, np.zeros((1, 2), np.int32)), "int64"),
+        (Open(1, 9, 8, keys(9, 1)), "no block is kept"),
+        (Open(1, 9, 5, keys(9)), "would resume 5 tokens"),
+        (Open(1, 3, 4, keys(9)), "would resume 4 tokens"),
+        (Open(0, 9, 4, keys(9)), "is open already"),
+        (Open(1, 20, 8, keys(9), 0, 5), "which isn't whole blocks"),
+        (Open(1, 20, 8, keys(9), 4, 8), "which isn't whole blocks"),
+        (Open(1, 20, 8, keys(9), -4, 4), "gap_start"),
+        (Open(1, 20, 12, keys(9), 0, 4), "would resume 12 tokens"),
+        (Close(1, tail=keys(1).tobytes().hex()), "sequence 1 is not open"),
+        (Close(0, tail=keys(1).tobytes().hex()), "no last block that isn't full"),
+        (Forget(keys(1)), "no block is kept"),
+        (Forget(keys(9, 9)), "twice"),
     ],
     ids=str,
 )
 def test_what_does_not_fit_is_refused(message: Any, reason: str) -> None:
     worker = Worker()
     worker.tell(HELLO)
-    worker.answer(OpenSequence(0, 20))
+    worker.answer(Open(0, 20))
     worker.run_step(step_of((0, 0, 8)))
-    worker.tell(KeepBlocks(0, 1, keys(9)))
+    worker.tell(Name(0, 1, keys(9)))
     worker.fails(message, reason)
 
 
 def test_a_block_is_kept_only_when_it_is_there_in_every_layer() -> None:
     worker = Worker()
     worker.tell(HELLO)
-    worker.answer(OpenSequence(0, 20))
+    worker.answer(Open(0, 20))
     worker.tell(step_of((0, 0, BLOCK_SIZE)))
-    worker.fails(KeepBlocks(0, 0, keys(1)), "has 0 tokens in every layer")
+    worker.fails(Name(0, 0, keys(1)), "has 0 tokens in every layer")
 
 
 def test_a_resumed_sequence_steps_from_where_its_blocks_end() -> None:
     worker = Worker()
     worker.tell(HELLO)
-    worker.answer(OpenSequence(0, 20))
+    worker.answer(Open(0, 20))
     worker.run_step(step_of((0, 0, 2 * BLOCK_SIZE)))
-    worker.tell(KeepBlocks(0, 0, keys(1, 2)))
-    worker.tell(CloseSequence(0))
-    resume = ResumeSequence(1, 20, 2 * BLOCK_SIZE - 1, keys(1, 2))
-    assert worker.answer(resume) == Accepted(1) and resume.undo() == CloseSequence(1)
+    worker.tell(Name(0, 0, keys(1, 2)))
+    worker.tell(Close(0))
+    resume = Open(1, 20, 2 * BLOCK_SIZE - 1, keys(1, 2))
+    assert worker.answer(resume) == Accepted(1) and resume.undo() == Close(1)
     copy, *_ = worker.tell(step_of((1, 2 * BLOCK_SIZE - 1, 1), step=1))
     assert (copy.source_ids, copy.target_ids) == ([1], [2]), "what is kept isn't written"
     far = replace(resume, sequence_id=2, num_reserved_tokens=1 << 20)
@@ -112,12 +111,12 @@ def gapped() -> Worker:
     """Sequence 1 has blocks 0 and 2 of another, and misses tokens 4 to 7."""
     worker = Worker()
     worker.tell(HELLO)
-    worker.answer(OpenSequence(0, 20))
+    worker.answer(Open(0, 20))
     worker.run_step(step_of((0, 0, 3 * BLOCK_SIZE)))
-    worker.tell(KeepBlocks(0, 0, keys(1, 2, 3)))
-    worker.tell(CloseSequence(0))
-    worker.tell(ForgetBlocks(keys(2)))
-    assert worker.answer(ResumeSequence(1, 20, 11, keys(1, 3), 4, 8)) == Accepted(1)
+    worker.tell(Name(0, 0, keys(1, 2, 3)))
+    worker.tell(Close(0))
+    worker.tell(Forget(keys(2)))
+    assert worker.answer(Open(1, 20, 11, keys(1, 3), 4, 8)) == Accepted(1)
     return worker
 
 
@@ -158,9 +157,9 @@ def test_a_token_that_another_row_of_its_step_sees_is_written_before_attention()
         (step_of((1, 0, 1)), "num_past must equal the 4 tokens"),
         (step_of((1, 4, 4), (1, 11, 30)), "room was reserved for 20"),
         (step_of((1, 11, 0), queries=[1], num_beyond=counts(1)), "must equal the 4 tokens"),
-        (ForkSequence(1, 2, 4, 20), "has a gap"),
-        (KeepBlocks(1, 1, keys(9)), "has 4 tokens in every layer"),
-        (CloseSequence(1, tail=keys(9).tobytes().hex()), "has a gap"),
+        (Open(2, 20, 4, parent_id=1), "has a gap"),
+        (Name(1, 1, keys(9)), "has 4 tokens in every layer"),
+        (Close(1, tail=keys(9).tobytes().hex()), "has a gap"),
     ],
     ids=str,
 )
@@ -175,9 +174,9 @@ def test_nobody_gets_behind_a_gap_that_is_not_filled(message: Any, reason: str) 
 def test_a_sequence_ends_with_its_last_block_only_when_that_is_there_in_every_layer() -> None:
     worker = Worker()
     worker.tell(HELLO)
-    worker.answer(OpenSequence(0, 20))
+    worker.answer(Open(0, 20))
     worker.tell(step_of((0, 0, BLOCK_SIZE - 1)))
-    worker.fails(CloseSequence(0, tail=keys(1).tobytes().hex()), "is in an open step")
+    worker.fails(Close(0, tail=keys(1).tobytes().hex()), "is in an open step")
 
 
 def test_rows_and_tables_grow_and_are_used_again() -> None:

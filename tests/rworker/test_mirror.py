@@ -18,9 +18,8 @@ from fastdecode.wire.blocks import (
     ChunkForm,
     ChunkStored,
     ExpectTokens,
-    ForgetBlocks,
-    KeepBlocks,
-    ResumeSequence,
+    Forget,
+    Name,
     StoreChunk,
     TakenOver,
     keys_of,
@@ -28,8 +27,8 @@ from fastdecode.wire.blocks import (
 )
 from fastdecode.wire.messages import (
     Accepted,
-    CloseSequence,
-    OpenSequence,
+    Close,
+    Open,
     Refused,
 )
 from rworker.stream.chunks import layout_of
@@ -45,7 +44,7 @@ def test_a_decode_step_is_one_announcement_and_one_chunk() -> None:
     owner.fill({i: 5 + i % 3 for i in range(12)}, seed=1)
     mirror = Mirror(HolderId(0), owner.books, owner)
     while (message := mirror.next()) is not None:
-        if not isinstance(message, (ExpectTokens, CloseSequence)):
+        if not isinstance(message, (ExpectTokens, Close)):
             mirror.take(Accepted(message.sequence_id) if not isinstance(message, StoreChunk)
                         else mirror._due[0].answer)  # fmt: skip
     assert mirror.is_whole
@@ -83,7 +82,7 @@ def test_chunks_that_are_read_at_once_leave_one_by_one_without_credit() -> None:
     owner = Memory(KV, 64)
     owner.fill({7: 2 * KV.block_size + 1}, seed=2)
     mirror = Mirror(HolderId(0), owner.books, owner, link_bytes=1)
-    assert isinstance(mirror.next(), OpenSequence)
+    assert isinstance(mirror.next(), Open)
     mirror.take(Accepted(7))
     assert isinstance(mirror.next(), ExpectTokens)
     for form in (ChunkForm.BLOCKS, ChunkForm.TOKENS):
@@ -110,8 +109,8 @@ def kept(num_blocks: int) -> Memory:
     """A cache that keeps a closed sequence's blocks, by ``KEYS``."""
     owner = Memory(KV, 64)
     owner.fill({1: num_blocks * KV.block_size}, seed=4)
-    owner.books.keep(KeepBlocks(1, 0, words_of(KEYS[:num_blocks])))
-    owner.books.close(CloseSequence(1))
+    owner.books.keep(Name(1, 0, words_of(KEYS[:num_blocks])))
+    owner.books.close(Close(1))
     return owner
 
 
@@ -126,30 +125,30 @@ def sent(mirror: Mirror) -> list[Any]:
 
 
 def keeps(messages: list[Any]) -> set[bytes]:
-    return {key for one in messages if isinstance(one, KeepBlocks) for key in keys_of(one.keys)}
+    return {key for one in messages if isinstance(one, Name) for key in keys_of(one.keys)}
 
 
 def test_of_a_sequence_with_a_gap_only_kept_blocks_are_replicated() -> None:
     owner = kept(3)
-    owner.books.forget(ForgetBlocks(words_of(KEYS[1:2])))
+    owner.books.forget(Forget(words_of(KEYS[1:2])))
     mirror = Mirror(HolderId(0), owner.books, owner)
     assert keeps(sent(mirror)) == {KEYS[0], KEYS[2]}
     size = KV.block_size
-    resumed = ResumeSequence(7, 20, 3 * size, words_of([KEYS[0], KEYS[2]]), size, 2 * size)
+    resumed = Open(7, 20, 3 * size, words_of([KEYS[0], KEYS[2]]), size, 2 * size)
     assert owner.books.reserve(resumed) == Accepted(7)
     mirror.follow(resumed)
     owner.books.begin_step(step_of((7, size, size), queries=[0]))
     for layer in range(KV.num_layers):
         owner.books.steps.finish_layer(0, owner.books.steps.due(0, 0, layer))
     assert sent(mirror) == []
-    message = KeepBlocks(7, 1, words_of(KEYS[3:4]))
+    message = Name(7, 1, words_of(KEYS[3:4]))
     owner.books.keep(message)
     mirror.follow(message)
     messages = sent(mirror)
     assert keeps(messages) == {KEYS[3]}, "while it is open, too"
     assert not [one for one in messages if getattr(one, "sequence_id", None) == 7]
-    owner.books.close(CloseSequence(7))
-    mirror.follow(CloseSequence(7))
+    owner.books.close(Close(7))
+    mirror.follow(Close(7))
     assert sent(mirror) == []
 
 
@@ -159,13 +158,13 @@ def test_a_start_waits_for_blocks_from_the_lower_tier() -> None:
     mirror = Mirror(HolderId(0), owner.books, owner)
     sent(mirror)
     cached.begin_fetch(KEYS[1:2])
-    resumed = ResumeSequence(7, 20, 2 * KV.block_size, words_of(KEYS[:2]))
+    resumed = Open(7, 20, 2 * KV.block_size, words_of(KEYS[:2]))
     assert owner.books.reserve(resumed) == Accepted(7)
     mirror.follow(resumed)
     assert sent(mirror) == []
     cached.end_move(KEYS[1:2], failed=[])
     messages = sent(mirror)
-    assert keeps(messages) == {KEYS[1]} and isinstance(messages[-1], ResumeSequence)
+    assert keeps(messages) == {KEYS[1]} and isinstance(messages[-1], Open)
 
 
 def test_a_block_that_nobody_names_at_a_takeover_is_free_once_it_has_moved() -> None:

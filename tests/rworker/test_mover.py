@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from held_slots import HeldSlots, held
 
+from rworker.tiers.disk import open_slots
 from rworker.tiers.format import SlotShape
-from rworker.tiers.health import Faults
 from rworker.tiers.lower_tier import MoveJob
 from rworker.tiers.mover import Mover
-from rworker.tiers.opening import open_slots
 
 SHAPE = SlotShape("ab" * 32, num_layers=4, layer_bytes=4096)
 KEYS = tuple(number.to_bytes(16, "little") for number in range(3))
@@ -71,11 +70,8 @@ def test_a_block_that_fails_in_a_later_layer_is_zeros_and_told(stored: Path) -> 
     for layer in range(4):
         slots.let(layer)
         mover.wait_for_layer((7,), layer)
-    assert told(mover, job) == 4 and job.failed == {1} and mover.health.faults.num_damaged == 1
-    assert (
-        mover.health.take_faults() == Faults(num_damaged=1)
-        and mover.health.take_faults() == Faults()
-    )
+    assert told(mover, job) == 4 and job.failed == {1} and mover.health.counts["damaged"] == 1
+    assert [mover.take_faults() for _ in range(2)] == [(0, 1, 0, 0), (0, 0, 0, 0)]
     assert not pool[:, 1].any() and (pool[:, [0, 2]] == filled()[:, [0, 2]]).all()
     assert KEYS[1] not in mover.slots
     mover.close()
@@ -93,7 +89,7 @@ def test_who_keeps_a_step_waiting_is_given_up(stored: Path) -> None:
     assert (
         told(mover, job) == 4
         and job.failed == {0, 1, 2}
-        and mover.health.faults.num_late == 3
+        and mover.health.counts["late"] == 3
         and not pool.any()
     )
     pool[:] = 5

@@ -15,10 +15,10 @@ from fastdecode.core.holders import HolderId
 from fastdecode.wire.blocks import Replicate, TakeOver
 from fastdecode.wire.messages import (
     Accepted,
-    CloseSequence,
+    Close,
     Failed,
     Inspect,
-    OpenSequence,
+    Open,
     Shutdown,
     Welcome,
 )
@@ -56,7 +56,7 @@ def test_two_s_workers_have_caches_of_their_own() -> None:
     assert worker.greet(ONE, FEW).num_blocks == 8
     assert worker.greet(OTHER, replace(FEW, holder=5)).num_blocks == 8
     for peer in (ONE, OTHER):
-        assert worker.say(peer, OpenSequence(1, 8)) == (Send(peer, Accepted(1)),)
+        assert worker.say(peer, Open(1, 8)) == (Send(peer, Accepted(1)),)
     worker.step_from(ONE, step_of((1, 0, 3)))
     worker.step_from(OTHER, step_of((1, 0, 7)))
     assert worker.lose(ONE, may_return=False) == (Drop(HolderId(0)),)
@@ -68,18 +68,18 @@ def test_one_s_worker_may_have_several_holders_which_its_messages_name() -> None
     worker = Peers()
     for holder in (0, 1):
         worker.greet(ONE, replace(FEW, holder=holder))
-        worker.say(ONE, OpenSequence(1, 8, holder))
+        worker.say(ONE, Open(1, 8, holder=holder))
     worker.step_from(ONE, step_of((1, 0, 3), holder=0))
     worker.step_from(ONE, step_of((1, 0, 5), holder=1))
-    worker.refuses(ONE, CloseSequence(1), "names no holder, but has 2")
-    worker.refuses(ONE, CloseSequence(1, 7), "holder 7 is not one that this peer has opened")
+    worker.refuses(ONE, Close(1), "names no holder, but has 2")
+    worker.refuses(ONE, Close(1, 7), "holder 7 is not one that this peer has opened")
     assert worker.lose(ONE, may_return=False) == (Drop(HolderId(0)), Drop(HolderId(1)), Stop())
 
 
 def test_a_second_s_worker_for_a_holder_that_is_served_is_refused() -> None:
     worker = Peers()
     worker.greet(ONE, FEW)
-    worker.say(ONE, OpenSequence(1, 8))
+    worker.say(ONE, Open(1, 8))
     worker.refuses(OTHER, FEW, "holder 0 serves another S-worker", code="busy")
     assert worker.lose(OTHER, may_return=False) == ()
     worker.step_from(ONE, step_of((1, 0, 3)))
@@ -103,8 +103,8 @@ def test_memory_is_free_again_when_its_owner_has_gone() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        OpenSequence(1, 8, 0),
-        CloseSequence(1, 0),
+        Open(1, 8, holder=0),
+        Close(1, 0),
         step_of((1, 0, 1), holder=0),
         attend(step_of((1, 0, 1)), 0, holder=0),
     ],
@@ -112,7 +112,7 @@ def test_memory_is_free_again_when_its_owner_has_gone() -> None:
 def test_nobody_touches_what_is_anothers(message: Any) -> None:
     worker = Peers()
     worker.greet(ONE, FEW)
-    worker.say(ONE, OpenSequence(1, 8))
+    worker.say(ONE, Open(1, 8))
     worker.refuses(STRANGER, message, "holder 0 is not one that this peer has opened")
     worker.refuses(STRANGER, replace(message, holder=-1), "first message must be Hello")
     worker.refuses(STRANGER, "hello", "str is not a message")
@@ -124,10 +124,10 @@ def test_nobody_touches_what_is_anothers(message: Any) -> None:
 def test_a_reader_looks_and_changes_nothing() -> None:
     worker = Peers()
     worker.greet(ONE, FEW)
-    worker.say(ONE, OpenSequence(1, 8))
+    worker.say(ONE, Open(1, 8))
     (told,) = worker.say(OTHER, Inspect())
     assert isinstance(told, TellAboutHost) and told.to == OTHER
-    worker.refuses(OTHER, OpenSequence(2, 8), "a reader may not say that")
+    worker.refuses(OTHER, Open(2, 8), "a reader may not say that")
     worker.refuses(OTHER, FEW, "serves another S-worker", code="busy")
     nobody = np.zeros(0, np.int64), np.zeros(0, np.int32)
     worker.refuses(OTHER, TakeOver(7, *nobody, 0), "a reader may not say that")
@@ -151,7 +151,7 @@ def test_a_neighbours_replica_is_stored_and_never_attended() -> None:
     worker = Peers()
     worker.greet(ONE, FEW)
     worker.greet(OTHER, replace(FEW, holder=1, role=Role.NEIGHBOUR))
-    worker.say(OTHER, OpenSequence(1, 8))
+    worker.say(OTHER, Open(1, 8))
     worker.step_from(OTHER, step_of((1, 0, 3), queries=[0]))
     worker.refuses(OTHER, step_of((1, 3, 1), step=1), "num_queries must be 0")
     worker.refuses(OTHER, replace(FEW, holder=2), "greeted as neighbour, and now as S-worker")
@@ -178,7 +178,7 @@ def test_blocks_of_one_cache_are_not_anothers() -> None:
     worker.greet(ONE, replace(FEW, max_blocks=2))
     worker.greet(OTHER, replace(FEW, holder=1, max_blocks=2))
     room = 2 * KV.block_size
-    assert worker.say(ONE, OpenSequence(1, room)) == (Send(ONE, Accepted(1)),)
-    (refused,) = worker.say(ONE, OpenSequence(2, 1))
+    assert worker.say(ONE, Open(1, room)) == (Send(ONE, Accepted(1)),)
+    (refused,) = worker.say(ONE, Open(2, 1))
     assert isinstance(refused, Send) and refused.message != Accepted(2)
-    assert worker.say(OTHER, OpenSequence(2, room)) == (Send(OTHER, Accepted(2)),)
+    assert worker.say(OTHER, Open(2, room)) == (Send(OTHER, Accepted(2)),)

@@ -18,9 +18,9 @@ from fastdecode.core.spec import KVSpec
 from fastdecode.wire.blocks import ExpectTokens
 from fastdecode.wire.messages import (
     Accepted,
-    CloseSequence,
+    Close,
     FromRWorker,
-    OpenSequence,
+    Open,
     ToRWorker,
     Welcome,
 )
@@ -33,7 +33,7 @@ from rworker.transfers.replica_file import LEAST_BYTES, FileConnection, ReplicaF
 KV = KVSpec(2, 2, 8, DType.INT8, 4)
 HELLO = replace(hello_for(KV), session=5, max_blocks=14)
 HOLDER, LINK = HolderId(3), 2
-CHANGES = (OpenSequence(1, 8), OpenSequence(2, 8), CloseSequence(1), OpenSequence(4, 8))
+CHANGES = (Open(1, 8), Open(2, 8), Close(1), Open(4, 8))
 
 
 def _order(number: int = LINK) -> LinkReplica:
@@ -61,7 +61,7 @@ def _written(files: ReplicaFiles, *messages: ToRWorker, number: int = LINK) -> A
     for message in (HELLO, *messages):
         connection.send(message)
     assert _answer(connection) == Welcome("a file", 14, 4, 1)
-    asked = [message for message in messages if isinstance(message, OpenSequence)]
+    asked = [message for message in messages if isinstance(message, Open)]
     assert [_answer(connection) for _ in asked] == [Accepted(x.sequence_id) for x in asked]
     return connection
 
@@ -141,19 +141,19 @@ def test_the_second_file_of_a_link_takes_the_place_of_the_first(tmp_path: Path) 
     assert sink.most_bytes == LEAST_BYTES
     for number in (1, 2):
         connection = sink.connect()
-        connection.send(OpenSequence(number, 8))
+        connection.send(Open(number, 8))
         assert _answer(connection) == Accepted(number)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [f"replica-0000000000000005-3-2.kv{end}" for end in ("", ".new")]
     sink.abandon()
     assert [path.name for path in tmp_path.iterdir()] == names[:1], "the first one stays"
     connection = sink.connect()
-    connection.send(OpenSequence(2, 8))
+    connection.send(Open(2, 8))
     assert _answer(connection) == Accepted(2)
     sink.settle()
     (path,) = tmp_path.iterdir()
     assert path.name == names[0]
-    assert _read(ReplicaFiles(tmp_path), "torn") == [OpenSequence(2, 8)]
+    assert _read(ReplicaFiles(tmp_path), "torn") == [Open(2, 8)]
     other = tmp_path / "replica-0000000000000005-3-21.kv"
     other.touch()
     sink.discard()

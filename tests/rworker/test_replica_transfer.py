@@ -18,7 +18,7 @@ from fastdecode.wire.messages import (
     Accepted,
     FromRWorker,
     Hello,
-    OpenSequence,
+    Open,
     ToRWorker,
     Welcome,
 )
@@ -81,7 +81,7 @@ class Pair:
 
     def decode(self) -> None:
         """A sequence is opened, and a step of it ends."""
-        change = OpenSequence(1, 8)
+        change = Open(1, 8)
         assert self.books.reserve(change) == Accepted(1)
         self.links.obey(Follow(HOLDER, change))
         self.books.store.append(np.array([1]), np.array([3]))
@@ -144,7 +144,7 @@ def test_a_neighbour_that_says_nothing_is_told_by_name(
 def test_a_neighbour_that_stops_answering_keeps_no_replica() -> None:
     pair = Pair(ProtocolError("no"))
     pair.welcome()
-    change = OpenSequence(1, 8)
+    change = Open(1, 8)
     assert pair.books.reserve(change) == Accepted(1)
     pair.links.obey(Follow(HOLDER, change))
     for wait_s, num_told in ((0.0, 1), (TIMEOUT_S, 1), (0.1, 2)):

@@ -17,21 +17,21 @@ from fastdecode.core.holders import HolderId
 from fastdecode.schedule.simulation.clock import VirtualClock
 from fastdecode.wire.blocks import (
     SESSION_RESUMED,
-    FetchBlocks,
-    KeepBlocks,
+    Fetch,
+    Name,
     Replicate,
-    StoreBlocks,
+    Retain,
     TakenOver,
     TakeOver,
 )
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import (
-    CloseSequence,
+    Close,
     Failed,
     FromRWorker,
     Hello,
     Inspect,
-    OpenSequence,
+    Open,
     Report,
     Shutdown,
     ToRWorker,
@@ -62,7 +62,7 @@ class Peers(Worker):
         super().__init__(KV_BYTES, **({"serving": KEEPING} | options))
         self.say(FIRST, OURS)
         for sequence, num_tokens in ((4, 3), (9, 20)):
-            self.say(FIRST, OpenSequence(sequence, 40))
+            self.say(FIRST, Open(sequence, 40))
             self.step_from(FIRST, step_of((sequence, 0, num_tokens)))
         begin = step_of((9, 20, 1), step=1)
         self.say(FIRST, begin)
@@ -90,8 +90,8 @@ def test_another_s_worker_of_the_session_goes_on_with_what_is_there_in_every_lay
 
 def test_what_is_not_named_is_closed_and_what_was_kept_is_forgotten() -> None:
     peers = Peers()
-    peers.say(FIRST, KeepBlocks(9, 0, KEY))
-    peers.say(FIRST, CloseSequence(4, tail=(KEY + 7).tobytes().hex()))
+    peers.say(FIRST, Name(9, 0, KEY))
+    peers.say(FIRST, Close(4, tail=(KEY + 7).tobytes().hex()))
     peers.lose(FIRST)
     peers.say(SECOND, RESUMING)
     assert peers.hold(SECOND) == []
@@ -105,7 +105,7 @@ def test_the_first_is_fenced_from_the_moment_the_second_has_attached() -> None:
     assert welcome.to == SECOND and isinstance(told.message, Failed)
     assert told.to == FIRST and told.message.code == SESSION_RESUMED
     assert hang_up == HangUp(FIRST)
-    _, refusal = peers.say(FIRST, OpenSequence(11, 8)), peers.lose(FIRST, may_return=False)
+    _, refusal = peers.say(FIRST, Open(11, 8)), peers.lose(FIRST, may_return=False)
     assert refusal == ()  # nothing is dropped, and the worker doesn't stop
     assert peers.hold(SECOND, _9=40, _4=40) == [20, 3]
 
@@ -239,9 +239,9 @@ def test_blocks_were_on_their_way_to_disk_when_the_s_worker_was_lost(
     """``is_known``: the R-worker knows that it is; else the connection is open
     at this end still. What is on its way ends with ``Unlink``."""
     peers = Peers(has_tier=True)
-    peers.say(FIRST, KeepBlocks(9, 0, KEY))
-    peers.say(FIRST, StoreBlocks(1, KEY, np.array([KV.block_size], np.int32)))
-    peers.say(FIRST, FetchBlocks(2, KEY + 100))
+    peers.say(FIRST, Name(9, 0, KEY))
+    peers.say(FIRST, Retain(1, KEY, np.array([KV.block_size], np.int32)))
+    peers.say(FIRST, Fetch(2, KEY + 100))
     (cache,) = peers.state._caches
     if is_over:
         for job in (1, 2):
@@ -255,8 +255,8 @@ def test_blocks_were_on_their_way_to_disk_when_the_s_worker_was_lost(
     assert peers.hold(SECOND, _9=40) == [20]
     (cache,) = peers.state._caches
     assert not len(cache.books.store.cached) and not len(cache.books.moving)
-    peers.say(SECOND, KeepBlocks(9, 0, KEY))
-    peers.say(SECOND, StoreBlocks(1, KEY, np.array([KV.block_size], np.int32)))
+    peers.say(SECOND, Name(9, 0, KEY))
+    peers.say(SECOND, Retain(1, KEY, np.array([KV.block_size], np.int32)))
 
 
 def test_only_a_session_is_kept() -> None:

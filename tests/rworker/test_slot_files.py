@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 
 from fastdecode.core.errors import ConfigError
-from rworker.tiers.disk import disk_of, slot_files
+from rworker.tiers.disk import disk_of, open_slots, read_slots, slot_files
 from rworker.tiers.format import SlotShape
-from rworker.tiers.health import MOST_FAILURES
 from rworker.tiers.lower_tier import MoveJob
-from rworker.tiers.mover import Mover
-from rworker.tiers.opening import open_slots, read_slots
+from rworker.tiers.mover import MOST_FAILURES, Mover
 from rworker.tiers.slots import SlotFile
 
 SHAPE = SlotShape("ab" * 32, num_layers=3, layer_bytes=3000)
@@ -179,7 +177,7 @@ def test_a_file_that_shrinks_under_way_is_a_miss(tmp_path: Path) -> None:
     mover = Mover(open_slots(tmp_path, SHAPE, QUOTA), filled())
     os.truncate(mover.slots.path, SHAPE.data_start(8))
     assert move(mover, 1, [1, 2], fetch=True) == {0, 1}
-    assert mover.health.faults.num_unread >= 2 and len(mover.slots) == 0
+    assert mover.health.counts["unread"] >= 2 and len(mover.slots) == 0
     mover.close()
 
 
@@ -199,7 +197,7 @@ def test_a_disk_that_takes_nothing_is_asked_no_more(
     mover = Mover(slots, filled())
     blocks = list(range(1, 12))
     assert move(mover, 0, blocks) == set(range(11))
-    assert mover.health.faults.num_unwritten <= MOST_FAILURES + 2
+    assert mover.health.counts["unwritten"] <= MOST_FAILURES + 2
     assert move(mover, 1, [0], fetch=True) == set(), "what it has is read"
     mover.close()
     assert sum("can't be written" in record.message for record in caplog.records) == 1
@@ -220,7 +218,7 @@ import resource, sys
 from pathlib import Path
 from fastdecode.core.errors import ConfigError
 from rworker.tiers.format import SlotShape
-from rworker.tiers.opening import open_slots
+from rworker.tiers.disk import open_slots
 resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
 shape = SlotShape("ab" * 32, num_layers=3, layer_bytes=3000)
 try:

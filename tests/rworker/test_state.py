@@ -29,10 +29,9 @@ from fastdecode.wire.messages import (
     MAX_ID,
     PROTOCOL_VERSION,
     Accepted,
-    CloseSequence,
-    ForkSequence,
+    Close,
     Hello,
-    OpenSequence,
+    Open,
     Refused,
     Shutdown,
     Welcome,
@@ -53,7 +52,7 @@ def test_hello_makes_a_cache_as_large_as_the_memory(worker: Worker) -> None:
 
 def test_hello_again_starts_afresh(worker: Worker) -> None:
     """Whatever was open or under way is forgotten."""
-    assert worker.answer(OpenSequence(1, 8)) == Accepted(1)
+    assert worker.answer(Open(1, 8)) == Accepted(1)
     assert worker.tell(step_of((1, 0, 1))) == ()
     other = replace(
         HELLO, kv=replace(KV, block_size=8, dtype=DType.BFLOAT16), activation_dtype=DType.FLOAT16
@@ -63,7 +62,7 @@ def test_hello_again_starts_afresh(worker: Worker) -> None:
     assert (prepare.layout.dtype, prepare.layout.block_size) == ("bfloat16", 8)
     assert isinstance(send, Send)
     assert isinstance(send.message, Welcome)
-    assert worker.answer(OpenSequence(1, 8)) == Accepted(1)
+    assert worker.answer(Open(1, 8)) == Accepted(1)
     assert worker.tell(step_of((1, 0, 1))) == ()
 
 
@@ -88,7 +87,7 @@ def test_hello_again_starts_afresh(worker: Worker) -> None:
 def test_hello_refused(hello: Hello, reason: str, code: str) -> None:
     worker = Worker(kv_bytes=20_000)
     worker.fails(hello, reason, code=code)
-    worker.fails(OpenSequence(1, 1), "first message must be Hello")
+    worker.fails(Open(1, 1), "first message must be Hello")
 
 
 @pytest.mark.parametrize("option", ["kv_bytes", "num_threads", "max_sequences"])
@@ -100,9 +99,9 @@ def test_options_are_checked(option: str) -> None:
 def test_nothing_goes_before_hello_but_shutdown() -> None:
     worker, begin = Worker(), step_of((1, 0, 1))
     for message in (
-        CloseSequence(1),
-        OpenSequence(1, 1),
-        ForkSequence(1, 2, 1, 1),
+        Close(1),
+        Open(1, 1),
+        Open(2, 1, 1, parent_id=1),
         begin,
         attend(begin, 0),
     ):
@@ -114,45 +113,45 @@ def test_open_is_refused_without_room_and_nothing_changes(worker: Worker) -> Non
     (welcome,) = (x.message for x in Worker().tell(HELLO) if isinstance(x, Send))
     assert isinstance(welcome, Welcome)
     capacity = welcome.num_blocks * BLOCK_SIZE
-    refused = worker.answer(OpenSequence(1, capacity + 1))
+    refused = worker.answer(Open(1, capacity + 1))
     assert isinstance(refused, Refused)
     assert (refused.sequence_id, refused.code) == (1, "exceeds_capacity")
-    assert worker.answer(OpenSequence(1, capacity - BLOCK_SIZE)) == Accepted(1)
-    refused = worker.answer(OpenSequence(2, BLOCK_SIZE + 1))
+    assert worker.answer(Open(1, capacity - BLOCK_SIZE)) == Accepted(1)
+    refused = worker.answer(Open(2, BLOCK_SIZE + 1))
     assert isinstance(refused, Refused)
     assert (refused.sequence_id, refused.code) == (2, "out_of_capacity")
-    assert worker.answer(OpenSequence(2, BLOCK_SIZE)) == Accepted(2)
+    assert worker.answer(Open(2, BLOCK_SIZE)) == Accepted(2)
 
 
 def test_too_many_sequences_are_refused() -> None:
     worker = Worker(max_sequences=1)
     worker.tell(HELLO)
-    assert worker.answer(OpenSequence(1, 1)) == Accepted(1)
-    assert isinstance(worker.answer(OpenSequence(2, 1)), Refused)
+    assert worker.answer(Open(1, 1)) == Accepted(1)
+    assert isinstance(worker.answer(Open(2, 1)), Refused)
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        OpenSequence(-1, 1),
-        OpenSequence(MAX_ID + 1, 1),
-        OpenSequence(9, 0),
-        OpenSequence(9, 1 << 40),
-        OpenSequence(True, 1),
-        OpenSequence("9", 1),  # type: ignore[arg-type]
-        OpenSequence(9, 1.5),  # type: ignore[arg-type]
-        OpenSequence(1, 4),
-        CloseSequence(9),
-        ForkSequence(9, 10, 1, 4),
-        ForkSequence(1, 1, 1, 4),
-        ForkSequence(1, 10, 0, 4),
-        ForkSequence(1, 10, 6, 8),
-        ForkSequence(1, 10, 4, 3),
-        ForkSequence(1, 10, 1, 1 << 40),
+        Open(-1, 1),
+        Open(MAX_ID + 1, 1),
+        Open(9, 0),
+        Open(9, 1 << 40),
+        Open(True, 1),
+        Open("9", 1),  # type: ignore[arg-type]
+        Open(9, 1.5),  # type: ignore[arg-type]
+        Open(1, 4),
+        Close(9),
+        Open(10, 4, 1, parent_id=9),
+        Open(1, 4, 1, parent_id=1),
+        Open(10, 4, 0, parent_id=1),
+        Open(10, 8, 6, parent_id=1),
+        Open(10, 3, 4, parent_id=1),
+        Open(10, 1 << 40, 1, parent_id=1),
     ],
 )
 def test_bad_sequence_messages_fail(worker: Worker, message: Any) -> None:
-    worker.tell(OpenSequence(1, 8))
+    worker.tell(Open(1, 8))
     worker.run_step(step_of((1, 0, 5)))
     worker.fails(message)
     worker.run_step(step_of((1, 5, 3)))  # the books are as they were
@@ -164,9 +163,9 @@ def test_an_object_that_is_no_message_fails(worker: Worker) -> None:
 
 INTEGERS = st.one_of(st.integers(0, 6), st.sampled_from([-1, 7, 12, 1 << 31, MAX_ID, MAX_ID + 1]))
 MESSAGES = st.one_of(
-    st.builds(OpenSequence, INTEGERS, INTEGERS),
-    st.builds(ForkSequence, INTEGERS, INTEGERS, INTEGERS, INTEGERS),
-    st.builds(CloseSequence, INTEGERS),
+    st.builds(Open, INTEGERS, INTEGERS),
+    st.builds(Open, INTEGERS, INTEGERS, INTEGERS, parent_id=INTEGERS),
+    st.builds(Close, INTEGERS),
     st.builds(
         lambda rows, lane: step_of(*rows, lane=lane),
         st.lists(

@@ -16,16 +16,15 @@ from fastdecode.wire.messages import (
     MAX_LANES,
     Accepted,
     BeginStep,
-    CloseSequence,
-    ForkSequence,
-    OpenSequence,
+    Close,
+    Open,
 )
 from rworker.instructions import Compute
 
 
 def test_a_step_is_planned_once_for_all_layers(worker: Worker) -> None:
     for sequence in (5, 6, 7):
-        worker.tell(OpenSequence(sequence, 12))
+        worker.tell(Open(sequence, 12))
     worker.run_step(step_of((5, 0, 6), (7, 0, 1)))
     begin = step_of(
         (7, 1, 1), (6, 0, 5), (5, 6, 3), queries=[1, 0, 2], want_lse=True, step=1, lane=2
@@ -54,7 +53,7 @@ def test_attention_writes_what_decodes(worker: Worker) -> None:
     """All of the sequences in front that have one query, unless one sees what another
     row of this step brings."""
     for sequence in (5, 6, 7):
-        worker.tell(OpenSequence(sequence, 12))
+        worker.tell(Open(sequence, 12))
     worker.run_step(step_of((5, 0, 6), (7, 0, 1)))
     begin = step_of((5, 6, 1), (7, 1, 1), (6, 0, 5), queries=[1, 1, 0], step=1)
     plan = worker.run_step(begin)[0].plan
@@ -65,10 +64,10 @@ def test_attention_writes_what_decodes(worker: Worker) -> None:
 
 
 def test_what_only_looks_back_is_not_written_by_attention(worker: Worker) -> None:
-    worker.tell(OpenSequence(1, 12))
+    worker.tell(Open(1, 12))
     plan = worker.run_step(step_of((1, 0, 5)))[0].plan
     assert (plan.num_single, plan.num_last) == (0, 0)  # five queries
-    worker.tell(OpenSequence(2, 12))
+    worker.tell(Open(2, 12))
     worker.run_step(step_of((2, 0, 3), step=1))
     begin = step_of((2, 3, 1), queries=[1], step=2)
     begin = replace(begin, num_visible=begin.num_past)  # not the token that it brings
@@ -79,9 +78,9 @@ def test_what_only_looks_back_is_not_written_by_attention(worker: Worker) -> Non
 def test_a_closed_part_is_attended_without_growing(worker: Worker) -> None:
     """Also where a fork shares its last block: nothing is copied as nothing is written."""
     for sequence in (1, 3):
-        worker.tell(OpenSequence(sequence, 8))
+        worker.tell(Open(sequence, 8))
     worker.run_step(step_of((1, 0, 6)))
-    worker.tell(ForkSequence(1, 2, 6, 8))
+    worker.tell(Open(2, 8, 6, parent_id=1))
     begin = step_of(
         (3, 0, 1), (1, 6, 0), (2, 6, 0), queries=[1, 1, 2], num_beyond=np.array([0, 4, 2], np.int32)
     )
@@ -94,7 +93,7 @@ def test_a_closed_part_is_attended_without_growing(worker: Worker) -> None:
 
 
 def test_plans_keep_nothing_of_the_peers_arrays(worker: Worker) -> None:
-    worker.tell(OpenSequence(1, 8))
+    worker.tell(Open(1, 8))
     begin = step_of((1, 0, 5))
     worker.tell(begin)
     (compute,) = worker.tell(attend(begin, 0))
@@ -141,8 +140,8 @@ def test_plans_keep_nothing_of_the_peers_arrays(worker: Worker) -> None:
     ],
 )
 def test_bad_steps_fail_and_change_nothing(worker: Worker, begin: BeginStep, reason: str) -> None:
-    worker.tell(OpenSequence(1, 8))
-    worker.tell(OpenSequence(2, 8))
+    worker.tell(Open(1, 8))
+    worker.tell(Open(2, 8))
     worker.run_step(step_of((1, 0, 5)))
     code = "out_of_capacity" if "reserved" in reason else "protocol_error"
     worker.fails(begin, reason, code=code)
@@ -151,20 +150,20 @@ def test_bad_steps_fail_and_change_nothing(worker: Worker, begin: BeginStep, rea
 
 def test_open_steps_hold_their_sequences(worker: Worker) -> None:
     for sequence in (1, 2):
-        worker.tell(OpenSequence(sequence, 12))
+        worker.tell(Open(sequence, 12))
     worker.run_step(step_of((1, 0, 5)))
     begin = step_of((1, 5, 3), step=4, lane=1)
     worker.tell(begin)
-    worker.fails(CloseSequence(1), "sequence 1 is in an open step")
+    worker.fails(Close(1), "sequence 1 is in an open step")
     worker.fails(step_of((2, 0, 1), (1, 8, 1), lane=0), "sequence 1 is in another lane's open step")
     worker.fails(step_of((2, 0, 1), step=5, lane=1), "its step 4 is open")
-    worker.fails(ForkSequence(1, 3, 6, 8), "which has 5 in every layer")
-    assert worker.answer(ForkSequence(1, 3, 5, 8)) == Accepted(3)
+    worker.fails(Open(3, 8, 6, parent_id=1), "which has 5 in every layer")
+    assert worker.answer(Open(3, 8, 5, parent_id=1)) == Accepted(3)
     worker.run_step(step_of((2, 0, 1), (3, 5, 2), lane=0))  # another lane goes through meanwhile
     for layer in range(NUM_LAYERS):
         worker.tell(attend(begin, layer))
-    assert worker.answer(ForkSequence(1, 4, 6, 8)) == Accepted(4)
-    assert worker.tell(CloseSequence(1)) == ()
+    assert worker.answer(Open(4, 8, 6, parent_id=1)) == Accepted(4)
+    assert worker.tell(Close(1)) == ()
     worker.run_step(step_of((4, 6, 1), step=5, lane=1))
 
 
@@ -194,7 +193,7 @@ def wrong_attends() -> list[tuple[dict[str, Any], str]]:
 def test_bad_attends_fail_and_the_step_goes_on(
     worker: Worker, changes: dict[str, Any], reason: str
 ) -> None:
-    worker.tell(OpenSequence(1, 8))
+    worker.tell(Open(1, 8))
     begin = step_of((1, 0, 3))
     worker.tell(begin)
     worker.fails(attend(begin, 0, **changes), reason)
@@ -206,7 +205,7 @@ def test_bad_attends_fail_and_the_step_goes_on(
 def test_sixteen_bit_activations_travel_as_their_bits() -> None:
     worker = Worker()
     worker.tell(replace(HELLO, activation_dtype=DType.BFLOAT16))
-    worker.tell(OpenSequence(1, 8))
+    worker.tell(Open(1, 8))
     begin = step_of((1, 0, 1))
     worker.tell(begin)
     worker.fails(attend(begin, 0), "q must be an array of uint16")

@@ -25,10 +25,9 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.wire.blocks import ChunkForm, FetchChunk, StoreChunk
 from fastdecode.wire.messages import (
     Accepted,
-    CloseSequence,
-    ForkSequence,
+    Close,
     Inspect,
-    OpenSequence,
+    Open,
 )
 from rworker.instructions import HangUp, PlaceChunk, ReadChunk
 from rworker.stream.chunks import ChunkShape, expectation, layout_of
@@ -64,7 +63,7 @@ def chunk(*pieces: tuple[int, int, int], **changes: Any) -> StoreChunk:
 
 def opened(worker: Worker, *sequences: int) -> Worker:
     for sequence in sequences:
-        assert worker.answer(OpenSequence(sequence, 10)) == Accepted(sequence)
+        assert worker.answer(Open(sequence, 10)) == Accepted(sequence)
     return worker
 
 
@@ -87,9 +86,9 @@ def test_an_arriving_sequence_is_neither_stepped_nor_forked_too_far_but_may_be_c
     worker.tell(expectation({1: 4}))
     one = chunk((1, 3, 2), data=np.zeros(NUM_LAYERS * 2 * HKV * ROW_BYTES, np.uint8))
     worker.tell(one)
-    worker.answer(ForkSequence(1, 2, 5, 10))
-    worker.tell(CloseSequence(2))
-    for message in (step_of((1, 7, 1)), ForkSequence(1, 3, 6, 10)):
+    worker.answer(Open(2, 10, 5, parent_id=1))
+    worker.tell(Close(2))
+    for message in (step_of((1, 7, 1)), Open(3, 10, 6, parent_id=1)):
         other = opened(Worker(), *())
         other.tell(HELLO)
         opened(other, 1)
@@ -97,7 +96,7 @@ def test_an_arriving_sequence_is_neither_stepped_nor_forked_too_far_but_may_be_c
         other.tell(expectation({1: 4}))
         other.tell(one)
         other.fails(message, "sequence 1")
-    assert worker.tell(CloseSequence(1)) == ()
+    assert worker.tell(Close(1)) == ()
     opened(worker, 1)
     worker.run_step(step_of((1, 0, 3)))
 
@@ -169,7 +168,7 @@ def test_readers_store_nothing_and_read_by_ticket_alone(worker: Worker) -> None:
 def test_copies_come_before_what_arrives(worker: Worker) -> None:
     opened(worker, 1)
     worker.run_step(step_of((1, 0, 3)))
-    worker.answer(ForkSequence(1, 2, 3, 10))
+    worker.answer(Open(2, 10, 3, parent_id=1))
     (copy,) = worker.tell(expectation({2: 1}))
     assert (len(copy.source_ids), len(copy.target_ids)) == (1, 1)  # type: ignore[union-attr]
     (place,) = worker.tell(chunk((2, 3, 1), data=np.zeros(NUM_LAYERS * HKV * ROW_BYTES, np.uint8)))
@@ -242,7 +241,7 @@ def record(message: Any) -> bytes:
         (lambda path: path.write_bytes(b"x" * 999), "can't be right"),
         (lambda path: path.write_bytes(b""), "torn"),
         (lambda path: path.chmod(0o644), "others may read or write it: chmod 600"),
-        (lambda path: path.write_bytes(record(OpenSequence(1, 2))), "OpenSequence"),
+        (lambda path: path.write_bytes(record(Open(1, 2))), "Open"),
         (lambda path: path.write_bytes(path.read_bytes() + b"x"), "doesn't end where"),
         (lambda path: (path.rename(path.parent / "x"), path.symlink_to("x")), "symbolic links"),
         (lambda path: (path.unlink(), os.mkfifo(path)), "not a file"),
@@ -276,7 +275,7 @@ def test_what_blocks_held_before_is_not_in_a_file(tmp_path: Path) -> None:
         memory.pool[:] = 0
     used.fill(dict.fromkeys(range(10), 60), seed=9)
     for sequence in range(10):
-        used.books.close(CloseSequence(sequence))
+        used.books.close(Close(sequence))
     for memory in (used, clean):
         memory.fill({0: 20, 1: 5}, seed=8)
     files = []

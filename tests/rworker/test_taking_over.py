@@ -20,15 +20,14 @@ from fastdecode.wire.blocks import (
     StoreChunk,
     TakenOver,
     TakeOver,
-    TruncateSequence,
+    Truncate,
 )
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import (
     Accepted,
-    CloseSequence,
+    Close,
     Failed,
-    ForkSequence,
-    OpenSequence,
+    Open,
     Refused,
     Shutdown,
     Welcome,
@@ -72,7 +71,7 @@ def stored(*rows: tuple[int, int, int], step: int = 0, lane: int = 0) -> Any:
 def peers() -> Peers:
     peers = Peers()
     for sequence in (1, 2, 3):
-        assert peers.from_peer(NEIGHBOUR, OpenSequence(sequence, 10)) == Accepted(sequence)
+        assert peers.from_peer(NEIGHBOUR, Open(sequence, 10)) == Accepted(sequence)
     return peers
 
 
@@ -93,14 +92,14 @@ def test_a_replica_is_taken_over_at_what_is_in_every_layer(peers: Peers, is_lost
     assert told[1:] == (() if is_lost else (Unlink(HolderId(0)), HangUp(NEIGHBOUR)))
     # Sequence 3 wasn't named. The others go on, with queries, beside the own cache.
     peers.step_from(S_WORKER, step_of((1, 6, 1), (2, 3, 1), step=9, holder=0))
-    assert peers.from_peer(S_WORKER, OpenSequence(3, 10, holder=0)) == Accepted(3)
-    assert peers.from_peer(S_WORKER, OpenSequence(3, 10, holder=1)) == Accepted(3)
+    assert peers.from_peer(S_WORKER, Open(3, 10, holder=0)) == Accepted(3)
+    assert peers.from_peer(S_WORKER, Open(3, 10, holder=1)) == Accepted(3)
 
 
 def test_whoever_had_it_changes_nothing_any_more(peers: Peers) -> None:
     peers.step_from(NEIGHBOUR, stored((1, 0, 5)))
     peers.say(S_WORKER, take((1, 5)))
-    for message in (stored((1, 5, 1), step=1), CloseSequence(1), OpenSequence(4, 4)):
+    for message in (stored((1, 5, 1), step=1), Close(1), Open(4, 4)):
         failed = peers.from_peer(NEIGHBOUR, message)
         assert isinstance(failed, Failed) and "Hello" in failed.message
     busy = peers.from_peer(NEIGHBOUR, REPLICA)
@@ -184,12 +183,12 @@ def test_a_replica_that_nobody_feeds_is_begun_anew(peers: Peers) -> None:
     peers.step_from(NEIGHBOUR, stored((1, 0, 5)))
     peers.lose(NEIGHBOUR)
     assert isinstance(peers.from_peer(STRANGER, REPLICA), Welcome)
-    assert peers.from_peer(STRANGER, OpenSequence(1, 5)) == Accepted(1)
+    assert peers.from_peer(STRANGER, Open(1, 5)) == Accepted(1)
 
 
 def test_an_s_worker_rolls_its_own_cache_back(peers: Peers) -> None:
     for sequence in (1, 2):
-        peers.from_peer(S_WORKER, OpenSequence(sequence, 10))
+        peers.from_peer(S_WORKER, Open(sequence, 10))
     peers.step_from(S_WORKER, step_of((1, 0, 4)))
     peers.say(S_WORKER, step_of((1, 4, 1), (2, 0, 2), step=1))
     assert counts(peers.from_peer(S_WORKER, take((1, 4), (2, 9), holder=1))) == [4, 0]
@@ -202,7 +201,7 @@ def test_a_cache_with_a_replica_is_not_rolled_back_behind_its_back() -> None:
     """Tokens of a step that isn't over were never told; others are forgotten there, too."""
     peers = Peers()
     for sequence, num_tokens in ((1, 5), (2, 4), (3, 3)):
-        peers.say(S_WORKER, OpenSequence(sequence, 10))
+        peers.say(S_WORKER, Open(sequence, 10))
         peers.step_from(S_WORKER, step_of((sequence, 0, num_tokens)))
     peers.say(S_WORKER, Replicate("r2", 1 << 20, 1, 60.0))
     under_way = step_of((1, 5, 1), (2, 4, 1), step=1)
@@ -210,8 +209,8 @@ def test_a_cache_with_a_replica_is_not_rolled_back_behind_its_back() -> None:
     told, *followed = peers.say(S_WORKER, take((1, 5), (2, 2), holder=1))
     assert counts(told.message) == [5, 2]
     assert [(one.holder, one.change) for one in followed] == [
-        (1, CloseSequence(3)),
-        (1, TruncateSequence(2, 2)),
+        (1, Close(3)),
+        (1, Truncate(2, 2)),
     ]
 
 
@@ -225,13 +224,13 @@ def test_tokens_that_were_still_to_come_are_forgotten(peers: Peers) -> None:
 def test_a_sequence_that_can_not_be_rolled_back_is_closed(peers: Peers) -> None:
     """It was forked before its tokens came, and the fork keeps the blocks that it leaves."""
     for sequence in (2, 3):
-        peers.say(NEIGHBOUR, CloseSequence(sequence))
-    assert peers.from_peer(NEIGHBOUR, OpenSequence(4, 36)) == Accepted(4)
+        peers.say(NEIGHBOUR, Close(sequence))
+    assert peers.from_peer(NEIGHBOUR, Open(4, 36)) == Accepted(4)
     peers.say(NEIGHBOUR, expectation({4: 16}))
-    assert peers.from_peer(NEIGHBOUR, ForkSequence(4, 5, 16, 16)) == Accepted(5)
+    assert peers.from_peer(NEIGHBOUR, Open(5, 16, 16, parent_id=4)) == Accepted(5)
     peers.lose(NEIGHBOUR)
     assert counts(peers.from_peer(S_WORKER, take((4, 16), (5, 16), (1, 3)))) == [-1, 0, 0]
-    assert peers.from_peer(S_WORKER, OpenSequence(4, 16, holder=0)) == Accepted(4)
+    assert peers.from_peer(S_WORKER, Open(4, 16, holder=0)) == Accepted(4)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +245,7 @@ def test_what_makes_no_sense_changes_nothing(peers: Peers, message: Any, reason:
     peers.step_from(NEIGHBOUR, stored((1, 0, 5)))
     failed = peers.from_peer(S_WORKER, message)
     assert isinstance(failed, Failed) and reason in failed.message
-    assert peers.from_peer(NEIGHBOUR, OpenSequence(9, 4)) == Accepted(9), "it has its cache still"
+    assert peers.from_peer(NEIGHBOUR, Open(9, 4)) == Accepted(9), "it has its cache still"
 
 
 def test_a_session_does_not_change(peers: Peers) -> None:
@@ -260,28 +259,28 @@ def test_a_session_does_not_change(peers: Peers) -> None:
 def test_truncation_that_would_break_a_promise_is_refused() -> None:
     worker = Worker(4 * 3 * 2 * 16 * 4 * 2 * 4 * 100)
     worker.tell(replace(HELLO, max_blocks=4))
-    worker.answer(OpenSequence(1, 12))
+    worker.answer(Open(1, 12))
     worker.run_step(step_of((1, 0, 12)))
-    worker.answer(ForkSequence(1, 2, 12, 16))
-    refused = worker.answer(TruncateSequence(1, 4))
+    worker.answer(Open(2, 16, 12, parent_id=1))
+    refused = worker.answer(Truncate(1, 4))
     assert isinstance(refused, Refused) and "others share blocks" in refused.message
-    worker.tell(CloseSequence(2))
-    assert worker.answer(TruncateSequence(1, 4)) == Accepted(1)
+    worker.tell(Close(2))
+    assert worker.answer(Truncate(1, 4)) == Accepted(1)
 
 
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (TruncateSequence(1, 6), "has 5 tokens cached"),
-        (TruncateSequence(1, -1), "num_tokens"),
-        (TruncateSequence(9, 1), "not open"),
-        (TruncateSequence(2, 0), "open step"),
-        (TruncateSequence(3, 0), "arriving"),
+        (Truncate(1, 6), "has 5 tokens cached"),
+        (Truncate(1, -1), "num_tokens"),
+        (Truncate(9, 1), "not open"),
+        (Truncate(2, 0), "open step"),
+        (Truncate(3, 0), "arriving"),
     ],
 )
 def test_truncations_that_make_no_sense(worker: Worker, message: Any, reason: str) -> None:
     for sequence in (1, 2, 3):
-        worker.answer(OpenSequence(sequence, 10))
+        worker.answer(Open(sequence, 10))
     worker.run_step(step_of((1, 0, 5)))
     worker.tell(step_of((2, 0, 1), step=1))
     worker.tell(expectation({3: 1}))
@@ -329,11 +328,11 @@ def test_a_cache_that_was_taken_over_is_dropped_when_nothing_is_left_of_it(peers
     peers.lose(NEIGHBOUR)
     assert counts(peers.from_peer(S_WORKER, take((2, 9)))) != []
     assert peers.say(S_WORKER, DropCache(SESSION, 0, 1))[0] == Drop(HolderId(0))
-    assert isinstance(peers.from_peer(S_WORKER, OpenSequence(9, 4)), Accepted)
+    assert isinstance(peers.from_peer(S_WORKER, Open(9, 4)), Accepted)
 
 
 @pytest.mark.parametrize("session", [SESSION + 1, 0, -1])
 def test_nobody_drops_the_cache_of_another_session(peers: Peers, session: int) -> None:
     failed = peers.from_peer(S_WORKER, DropCache(session, 0, 1))
     assert isinstance(failed, Failed)
-    assert isinstance(peers.from_peer(NEIGHBOUR, OpenSequence(9, 4)), Accepted)
+    assert isinstance(peers.from_peer(NEIGHBOUR, Open(9, 4)), Accepted)

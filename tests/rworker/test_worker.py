@@ -26,10 +26,10 @@ from fastdecode.wire.messages import (
     Attend,
     AttendResult,
     BeginStep,
-    CloseSequence,
+    Close,
     Failed,
     Hello,
-    OpenSequence,
+    Open,
     Welcome,
 )
 from fastdecode.wire.transport import CLOSED, TIMEOUT
@@ -74,7 +74,7 @@ def test_random_ragged_steps_equal_dense_attention(
         conversation.step(step)
     assert conversation.num_compared > 100
     for sequence in list(conversation.cached):
-        conversation.connection.send(CloseSequence(sequence))
+        conversation.connection.send(Close(sequence))
     assert greeted(worker, hello(kv_dtype, activation_dtype)) == welcome  # all is free again
 
 
@@ -93,7 +93,7 @@ def test_compute_is_timed_with_the_clock_given(start: Callable[..., WorkerThread
     ticks = iter(range(10_000))
     worker = start(clock=lambda: 0.25 * next(ticks))
     greeted(worker, hello(DType.FLOAT32))
-    worker.connection.send(OpenSequence(1, 1))
+    worker.connection.send(Open(1, 1))
     worker.connection.send(begin_one(1, 0, 1))
     worker.connection.send(attend_one(begin_one(1, 0, 1), 0))
     assert worker.connection.receive(WAIT_S) == Accepted(1)
@@ -105,7 +105,7 @@ def test_compute_is_timed_with_the_clock_given(start: Callable[..., WorkerThread
 def test_outputs_use_the_same_memory_in_every_layer(start: Callable[..., WorkerThread]) -> None:
     worker = start()
     greeted(worker, hello(DType.FLOAT32))
-    worker.connection.send(OpenSequence(1, 4))
+    worker.connection.send(Open(1, 4))
     assert worker.connection.receive(WAIT_S) == Accepted(1)
     worker.connection.send(begin_one(1, 0, 4))
     outputs = []
@@ -183,7 +183,7 @@ def test_a_crash_is_told_and_logged(
     worker.connection.send(hello(DType.FLOAT32))
     if stage == "compute":
         assert isinstance(worker.connection.receive(WAIT_S), Welcome)
-        worker.connection.send(OpenSequence(1, 4))
+        worker.connection.send(Open(1, 4))
         assert worker.connection.receive(WAIT_S) == Accepted(1)
         worker.connection.send(begin_one(1, 0, 4))
         worker.connection.send(attend_one(begin_one(1, 0, 4), 0))
@@ -204,8 +204,8 @@ def test_even_an_exit_closes_the_connection(start: Callable[..., WorkerThread]) 
 def test_breaking_the_protocol_ends_the_service(start: Callable[..., WorkerThread]) -> None:
     worker = start()
     greeted(worker, hello(DType.FLOAT32))
-    worker.connection.send(CloseSequence(4))
-    expect_failed_then_closed(worker, "protocol_error", "CloseSequence", "sequence 4 is not open")
+    worker.connection.send(Close(4))
+    expect_failed_then_closed(worker, "protocol_error", "Close", "sequence 4 is not open")
 
 
 def test_a_cache_that_cannot_be_had_is_a_typed_failure(
@@ -294,7 +294,7 @@ def decoded(kv_dtype: DType, activation_dtype: DType, *, beside_a_prompt: bool) 
         worker.connection.send(Hello(PROTOCOL_VERSION, "hash", kv, (PLAIN,), activation_dtype))
         worker.connection.receive(WAIT_S)
         for sequence in (0, 1):
-            worker.connection.send(OpenSequence(sequence, 2 * PAST))
+            worker.connection.send(Open(sequence, 2 * PAST))
             assert worker.connection.receive(WAIT_S) == Accepted(sequence)
         worker.connection.send(begin_both(0, [0, 0], [PAST, PAST], attended=False))
         worker.connection.send(

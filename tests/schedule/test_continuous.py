@@ -257,7 +257,7 @@ def test_a_lane_steps_while_others_are_opened() -> None:
     )
     harness.complete(0)
     harness.run_out()
-    assert harness.lifecycle.sequences.stories[second.sequence_id] == [
+    assert harness.lifecycle.sequences.story(second.sequence_id) == [
         "submitted, 3 tokens",
         "opening on 0",
         "running",

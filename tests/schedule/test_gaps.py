@@ -17,7 +17,7 @@ from examples import examples
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import CacheUse
 from fastdecode.schedule.cache.blocks import Index
-from fastdecode.schedule.cache.retention import IdleColumns, Policy, Values
+from fastdecode.schedule.cache.retention import Columns, Policy, Values
 from fastdecode.schedule.cache.reuse import reuses
 from fastdecode.schedule.cache.stock import Stock
 
@@ -33,8 +33,8 @@ class Anything:
     def cost_of(self, num_tokens: int) -> float:
         return 1.0
 
-    def values(self, idle: IdleColumns) -> Values:
-        pairs = zip(idle.last_uses.tolist(), idle.num_tokens.tolist(), strict=True)
+    def values(self, blocks: Columns, now_s: float) -> Values:
+        pairs = blocks[["last_use", "num_tokens"]].tolist()
         return np.array([hash((self.seed, *pair)) % 1009 for pair in pairs], np.float64)
 
 
@@ -208,7 +208,7 @@ def test_of_all_that_is_kept_a_beginning_and_one_stretch_are_reused(
     there: str, most_tokens: int, window: int | None, spared: int | None, first: int, gap: range
 ) -> None:
     stock, keys = stock_of(there, window)
-    found = reuses(stock, keys, (99,), most_tokens, BLOCK_SIZE)
+    found = reuses(stock, keys, (99,), most_tokens)
     expected = [] if spared is None else [(spared, first, gap)]
     assert [(one.num_tokens, one.first_token, one.gap) for one in found] == expected
     for one in found:
@@ -218,16 +218,16 @@ def test_of_all_that_is_kept_a_beginning_and_one_stretch_are_reused(
 
 def test_split_sequences_start_with_contiguous_blocks_only() -> None:
     stock, keys = stock_of("x.xx")
-    (found,) = reuses(stock, keys, (8, 8), 99, BLOCK_SIZE)
+    (found,) = reuses(stock, keys, (8, 8), 99)
     assert (found.num_tokens, found.gap) == (4, range(0))
 
 
 def test_a_turns_end_is_reused_with_what_is_before_it() -> None:
     stock, keys = stock_of("xx.x.xx")
-    (found,) = reuses(stock, keys, (99,), 26, BLOCK_SIZE, with_tail=True)
+    (found,) = reuses(stock, keys, (99,), 26, with_tail=True)
     assert found.has_tail and found.gap == range(8, 20) and found.num_tokens == 26 - 12
     stock, keys = stock_of("xx.xxx.")
-    assert not reuses(stock, keys, (99,), 26, BLOCK_SIZE, with_tail=True)
+    assert not reuses(stock, keys, (99,), 26, with_tail=True)
 
 
 def test_who_lacks_what_somebody_is_computing_waits_for_it() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from lifecycles import lifecycle, step, tell
+from lifecycles import closing, lifecycle, step, tell
 from remembering_store import BLOCK_SIZE
 from schedule_choices import options
 
@@ -17,7 +17,7 @@ from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.plan import Send
 from fastdecode.schedule.prefill import PrefillBudget
-from fastdecode.wire.blocks import Pulled
+from fastdecode.wire.blocks import Close, Open, Pulled
 
 SOURCES = (KVSource("p-r0", "ab" * 16, 0, 5, 0, 2),)
 
@@ -30,11 +30,11 @@ def request(name: str, n: int = 1, num_tokens: int = 5) -> Request:
     return Request(name, (5,) * num_tokens, SamplingParams(n=n), 1, seed=0, hands_over=True)
 
 
-def open_all(life: Lifecycle) -> list[events.Instruction]:
-    asked = [x for x in tell(life, events.LaneIdle(0)) if isinstance(x, (events.Open, events.Fork))]
+def open_all(life: Lifecycle) -> list[events.Ask]:
+    asked = [x for x in tell(life, events.LaneIdle(0)) if isinstance(x, events.Ask)]
     for one in asked:
         tell(life, events.Opened(one.part.part_id))
-    return list(asked)
+    return asked
 
 
 def test_a_request_is_handed_over_and_kept_until_it_is_cancelled() -> None:
@@ -47,8 +47,8 @@ def test_a_request_is_handed_over_and_kept_until_it_is_cancelled() -> None:
     assert tell(life, events.LaneIdle(0)) == [] == tell(life, events.LaneReady(0)), (
         "nothing of it runs"
     )
-    assert isinstance(opened, events.Open)
-    assert tell(life, events.Cancelled("a")) == [events.Close(opened.part)]
+    assert isinstance(opened, events.Ask)
+    assert tell(life, events.Cancelled("a")) == [closing(opened)]
     assert not life.handing.has_exported and not life.sequences.by_sequence
 
 
@@ -60,7 +60,9 @@ def test_of_several_sequences_one_is_kept(over: tuple[int, ...]) -> None:
     told: list[events.Instruction] = []
     num_forks = 0
     for _ in range(3):
-        num_forks += sum(isinstance(one, events.Fork) for one in open_all(life))
+        num_forks += sum(
+            isinstance(one.message, Open) and one.message.num_tokens > 0 for one in open_all(life)
+        )
         if life.scheduler.num_running:
             told += step(life, reasons=reasons)
     assert num_forks == 2 or 0 in over, "a parked sequence may be forked"
@@ -71,7 +73,7 @@ def test_of_several_sequences_one_is_kept(over: tuple[int, ...]) -> None:
     if handed:
         assert isinstance(told[-1], events.HandOver), "when all have drawn"
         (close,) = tell(life, events.Cancelled("a"))
-        assert isinstance(close, events.Close)
+        assert isinstance(close, events.Ask) and isinstance(close.message, Close)
     assert not life.sequences.by_sequence
 
 
@@ -102,7 +104,7 @@ def test_what_is_offered_is_needed_until_all_siblings_have_begun() -> None:
     pulls = 0
     while life.sequences.by_sequence:
         for one in tell(life, events.LaneIdle(0)):
-            if isinstance(one, (events.Open, events.Fork)):
+            if isinstance(one, events.Ask):
                 for then in tell(life, events.Opened(one.part.part_id)):
                     pulls += isinstance(then, events.Pull)
                     assert isinstance(then, events.Pull)
@@ -111,7 +113,11 @@ def test_what_is_offered_is_needed_until_all_siblings_have_begun() -> None:
         if any(run.is_open for run in life.scheduler.lanes[0].running.values()):
             told += step(life)
     fetched = [place for place, one in enumerate(told) if isinstance(one, events.HasFetched)]
-    begun = [place for place, one in enumerate(told) if isinstance(one, (events.Open, events.Fork))]
+    begun = [
+        place
+        for place, one in enumerate(told)
+        if isinstance(one, events.Ask) and isinstance(one.message, Open)
+    ]
     assert len(fetched) == 1 and len(begun) == 3 and fetched[0] >= begun[-1] - 1
     assert pulls >= 1 and life.sequences.counts.num_recomputed == 0
 
@@ -120,10 +126,10 @@ def test_who_cannot_be_fetched_is_recomputed() -> None:
     life = lifecycle(num_lanes=1)
     tell(life, events.Submitted(coming()))
     (asked,) = tell(life, events.LaneIdle(0))
-    assert isinstance(asked, events.Open)
+    assert isinstance(asked, events.Ask)
     tell(life, events.Opened(asked.part.part_id))
     close, fetched = tell(life, pulled(asked.part, "gone"))
-    assert close == events.Close(asked.part) and isinstance(fetched, events.HasFetched)
+    assert close == closing(asked) and isinstance(fetched, events.HasFetched)
     open_all(life)
     (run,) = tell(life, events.LaneReady(0))
     assert isinstance(run, events.Run) and run.chunks[0].first == 0, "from its beginning"
@@ -142,7 +148,7 @@ def test_a_failed_import_leaves_the_prompt_to_a_sibling_that_imports_it(
     asked = replace(coming(), prompt_token_ids=(5,), params=SamplingParams(n=2), sources=sources)
     tell(life, events.Submitted(replace(asked, drawn={0: (7,), 1: (7,)})))
     one, other = tell(life, events.LaneIdle(0))
-    assert isinstance(one, events.Open) and isinstance(other, events.Open)
+    assert isinstance(one, events.Ask) and isinstance(other, events.Ask)
     assert isinstance(*tell(life, events.Opened(one.part.part_id)), events.Pull)
     if is_open:
         assert isinstance(*tell(life, events.Opened(other.part.part_id)), events.Pull)
@@ -159,14 +165,14 @@ def test_who_is_cancelled_or_lost_while_it_is_fetched() -> None:
     life = lifecycle((40, 40), 1)
     tell(life, events.Submitted(coming()))
     (asked,) = tell(life, events.LaneIdle(0))
-    assert isinstance(asked, events.Open)
+    assert isinstance(asked, events.Ask)
     tell(life, events.Opened(asked.part.part_id))
     assert tell(life, events.Lost(asked.part.holder)) == []
     (again,) = tell(life, events.LaneIdle(0))
-    assert isinstance(again, events.Open) and again.part.holder != asked.part.holder
+    assert isinstance(again, events.Ask) and again.part.holder != asked.part.holder
     assert tell(life, events.Opened(again.part.part_id)) == [events.Pull(again.part, 5, SOURCES)]
     assert tell(life, pulled(asked.part, "it is lost")) == []
-    assert tell(life, events.Cancelled("a")) == [events.Close(again.part)]
+    assert tell(life, events.Cancelled("a")) == [closing(again)]
     assert tell(life, pulled(again.part, "it was closed")) == []
     assert not life.sequences.by_sequence and not life.handing.is_importing
 
@@ -176,7 +182,7 @@ def test_tokens_that_are_to_be_drawn_again_are_not_fetched() -> None:
     life = lifecycle(num_lanes=1)
     tell(life, events.Submitted(replace(coming(), drawn={})))
     (asked,) = tell(life, events.LaneIdle(0))
-    assert isinstance(asked, events.Open)
+    assert isinstance(asked, events.Ask)
     assert tell(life, events.Opened(asked.part.part_id)) == [events.Pull(asked.part, 4, SOURCES)]
     assert num_offered(SOURCES) == 5
 
@@ -204,7 +210,7 @@ def test_what_was_to_be_fetched_and_has_not_come_is_kept_for_nobody(when: str) -
     asked = Request("a", prompt, SamplingParams(), 4, seed=0)
     sources = (replace(SOURCES[0], num_tokens=len(prompt)),)
     tell(life, events.Submitted(replace(asked, sources=sources)))
-    (opened,) = [one for one in tell(life, events.LaneIdle(0)) if isinstance(one, events.Open)]
+    (opened,) = [one for one in tell(life, events.LaneIdle(0)) if isinstance(one, events.Ask)]
     told: list[events.Instruction] = []
     if when == "opening":
         told += tell(life, events.Cancelled("a"))
@@ -213,10 +219,10 @@ def test_what_was_to_be_fetched_and_has_not_come_is_kept_for_nobody(when: str) -
         told += tell(life, events.Cancelled("a"))
     elif when == "failing":
         told += tell(life, pulled(opened.part, "gone"))
-    assert any(isinstance(one, events.Close) for one in told)
+    assert any(isinstance(one, events.Ask) and isinstance(one.message, Close) for one in told)
     assert not any(isinstance(one, Send) for one in told), "unwritten blocks would be others'"
     if when == "failing":
-        assert any(isinstance(one, events.Open) for one in tell(life, events.LaneIdle(0))), (
+        assert any(isinstance(one, events.Ask) for one in tell(life, events.LaneIdle(0))), (
             "from its beginning"
         )
 
@@ -227,12 +233,12 @@ def test_an_exported_prompt_does_not_move_with_a_holder_that_is_given_back() -> 
     life = lifecycle((40, 40), 1)
     tell(life, events.Submitted(request("a")))
     (opened,) = open_all(life)
-    assert isinstance(opened, events.Open)
+    assert isinstance(opened, events.Ask)
     holder = opened.part.holder
     (order,) = tell(life, events.Interrupted(holder))
     assert isinstance(order, events.TakeOver)
     for extend in tell(life, events.TakenOver(holder, order.num_tokens)):
-        assert isinstance(extend, events.Extend)
+        assert isinstance(extend, events.Ask)
         tell(life, events.Opened(extend.part.part_id))
     tell(life, events.LaneIdle(0))
     (handed,) = step(life)

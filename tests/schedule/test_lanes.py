@@ -93,7 +93,7 @@ def requests(lengths: list[int], max_tokens: int = 64) -> list[Request]:
 def run_a_step(lifecycle: Lifecycle, lane: int) -> list[int]:
     """Of R-workers that answer at once. Returns who stepped."""
     for instruction in lifecycle.handle(events.LaneIdle(lane)):
-        if isinstance(instruction, events.Open):
+        if isinstance(instruction, events.Ask):
             assert not lifecycle.handle(events.Opened(instruction.part.part_id))
     members: list[int] = []
     for run in lifecycle.handle(events.LaneReady(lane)):

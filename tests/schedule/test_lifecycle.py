@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from lifecycles import end, lifecycle, step, tell
+from lifecycles import closing, end, lifecycle, step, tell
 from remembering_store import BLOCK_SIZE
 
 from fastdecode.core.errors import CapacityError, WorkerError
@@ -13,6 +13,7 @@ from fastdecode.schedule.holder_states import HolderState
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.life.sequences import SequenceState
+from fastdecode.wire.blocks import Close, Extend
 
 
 def submit(
@@ -24,10 +25,10 @@ def submit(
     )
 
 
-def opening(life: Lifecycle, lane: int) -> events.Open:
+def opening(life: Lifecycle, lane: int) -> events.Ask:
     """The one part that is to be opened before the lane's next step."""
     (instruction,) = tell(life, events.LaneIdle(lane))
-    assert isinstance(instruction, events.Open)
+    assert isinstance(instruction, events.Ask)
     return instruction
 
 
@@ -51,9 +52,9 @@ def test_a_life_from_submission_to_its_end() -> None:
         and finish.reason == "length"
         and finish.sequence.token_ids == [5, 5, 5, 7, 7]
     )
-    assert close == events.Close(asked.part)
+    assert close == closing(asked)
     story = ["submitted, 3 tokens", "opening on 0", "running", "finished: length"]
-    assert life.sequences.stories[0] == story  # type: ignore[arg-type]
+    assert life.sequences.story(0) == story  # type: ignore[arg-type]
 
 
 def test_a_refusal_beside_others_waits_even_if_they_have_ended_by_now() -> None:
@@ -65,7 +66,7 @@ def test_a_refusal_beside_others_waits_even_if_they_have_ended_by_now() -> None:
     submit(life, "b")
     second = opening(life, 1)
     tell(life, events.LaneIdle(0))
-    assert events.Close(first.part) in step(life, 0)
+    assert closing(first) in step(life, 0)
     assert tell(life, events.Refused(second.part.part_id, **FULL)) == []
     assert life.sequences.state(1) is SequenceState.REQUEUED  # type: ignore[arg-type]
     third = opening(life, 1)
@@ -92,42 +93,42 @@ def test_who_is_refused_asks_again_when_something_was_freed() -> None:
     assert tell(life, events.LaneIdle(1)) == [], "not before"
     end(life, run)
     tell(life, events.LaneReady(1))
-    assert isinstance(opening(life, 1), events.Open)
+    assert isinstance(opening(life, 1), events.Ask)
 
 
 def test_what_befalls_a_sequence_in_flight_is_carried_out_at_the_end_of_its_step() -> None:
     life = lifecycle((40, 40), split_tokens=8)
     submit(life, "long", num_prompt_tokens=6, max_tokens=8)
     opened = tell(life, events.LaneIdle(0))
-    assert [x.part.holder for x in opened if isinstance(x, events.Open)] == [0, 1]
+    assert [x.part.holder for x in opened if isinstance(x, events.Ask)] == [0, 1]
     assert [
-        (x.part.first_token, x.part.num_tokens) for x in opened if isinstance(x, events.Open)
+        (x.part.first_token, x.part.num_tokens) for x in opened if isinstance(x, events.Ask)
     ] == [
         (0, 8),
         (8, 5),
     ]
     for x in opened:
-        assert isinstance(x, events.Open)
+        assert isinstance(x, events.Ask)
         tell(life, events.Opened(x.part.part_id))
     (run,) = tell(life, events.LaneReady(0))
     assert tell(life, events.Lost(HolderId(1))) == [] and life.sequences.counts.num_recomputed == 1
     assert life.sequences.is_on(HolderId(1)), "nobody may come in its place yet"
     assert tell(life, events.Cancelled("long")) == []
-    assert end(life, run) == [events.Close(opened[0].part)]  # type: ignore[union-attr]
-    assert not life.sequences.is_on(HolderId(1)) and life.sequences.stories[0][-1] == "cancelled"  # type: ignore[arg-type]
+    assert end(life, run) == [closing(opened[0])]  # type: ignore[arg-type]
+    assert not life.sequences.is_on(HolderId(1)) and life.sequences.story(0)[-1] == "cancelled"  # type: ignore[arg-type]
 
 
 def test_who_is_opened_while_its_holder_is_lost_starts_elsewhere() -> None:
     life = lifecycle((40, 40), split_tokens=8)
     submit(life, "long", num_prompt_tokens=6, max_tokens=8)
     first, second = tell(life, events.LaneIdle(0))
-    assert isinstance(first, events.Open) and isinstance(second, events.Open)
+    assert isinstance(first, events.Ask) and isinstance(second, events.Ask)
     assert tell(life, events.Lost(HolderId(1))) == [], (
         "the other part's answer is to come, and says whether it is to be closed"
     )
-    assert tell(life, events.Opened(first.part.part_id)) == [events.Close(first.part)]
+    assert tell(life, events.Opened(first.part.part_id)) == [closing(first)]
     tell(life, events.LaneReady(0))
-    again = [x.part.holder for x in tell(life, events.LaneIdle(0)) if isinstance(x, events.Open)]
+    again = [x.part.holder for x in tell(life, events.LaneIdle(0)) if isinstance(x, events.Ask)]
     assert again == [0, 0]
 
 
@@ -155,7 +156,7 @@ def test_who_outgrows_its_room_steps_when_it_has_more() -> None:
     tell(life, events.Opened(opening(life, 0).part.part_id))
     step(life, 0)
     grow, *_ = tell(life, events.LaneIdle(0))
-    assert isinstance(grow, events.Extend) and grow.part.num_tokens == 6
+    assert isinstance(grow, events.Ask) and grow.part.num_tokens == 6
     assert tell(life, events.LaneReady(0)) == [], "it would write beyond its room"
     tell(life, events.Opened(grow.part.part_id))
     (run,) = tell(life, events.LaneReady(0))
@@ -171,7 +172,7 @@ def test_who_never_fits_leaves_nothing_behind() -> None:
     assert not life.sequences.by_request and not life.sequences.of_request("long")
 
 
-def running(life: Lifecycle, name: str = "a", **more: int) -> tuple[Sequence, events.Open]:
+def running(life: Lifecycle, name: str = "a", **more: int) -> tuple[Sequence, events.Ask]:
     """A sequence that has its room, and what was opened for it."""
     submit(life, name, **more)
     asked = opening(life, 0)
@@ -199,7 +200,7 @@ def test_a_sequence_steps_on_with_a_token_that_is_coming() -> None:
     assert sequence.token_ids == [5, 5, 5, 8]
     assert end(life, run) == [] and sequence.token_ids == [5, 5, 5, 8, 7]
     # Its last is coming: its cache is of no use any more.
-    assert go_ahead(life, sequence) == [events.Close(asked.part)]
+    assert go_ahead(life, sequence) == [closing(asked)]
     assert life.sequences.state(sequence.sequence_id) is SequenceState.DONE
     assert tell(life, events.LaneReady(0)) == [] and life.scheduler.num_running == 0
     assert tell(life, events.Came((events.Drawn(sequence, 9),))) == [
@@ -218,7 +219,7 @@ def test_a_token_that_was_the_last_after_all_is_told_at_once() -> None:
         events.Finish(sequence, "stop")
     ]
     assert life.sequences.wanted(run.chunks) == []  # type: ignore[union-attr]
-    assert tell(life, events.StepDone(0, ())) == [events.Close(asked.part)]
+    assert tell(life, events.StepDone(0, ())) == [closing(asked)]
     assert sequence.token_ids == [5, 5, 5, 8]
 
 
@@ -230,7 +231,7 @@ def test_what_is_coming_may_never_come(max_tokens: int) -> None:
     closed += tell(life, events.Cancelled("a"))
     assert tell(life, events.Came((events.Drawn(sequence, 8),))) == []
     assert not life.sequences.by_sequence and not life.scheduler.waiting
-    assert closed == [events.Close(asked.part)]
+    assert closed == [closing(asked)]
 
 
 def test_nobody_starts_again_while_a_token_is_coming() -> None:
@@ -241,7 +242,7 @@ def test_nobody_starts_again_while_a_token_is_coming() -> None:
     assert tell(life, events.LaneIdle(0)) == [] and list(life.scheduler.waiting) == [sequence]
     tell(life, events.Came((events.Drawn(sequence, 8),)))
     (again,) = tell(life, events.LaneIdle(0))
-    assert isinstance(again, events.Open) and sequence.token_ids == [5, 5, 5, 8]
+    assert isinstance(again, events.Ask) and sequence.token_ids == [5, 5, 5, 8]
 
 
 def test_who_comes_while_all_holders_are_taken_over_waits_for_one_that_opens_again() -> None:
@@ -272,7 +273,7 @@ def adopting() -> Lifecycle:
     """With one sequence, whose parts are all open on one holder."""
     made = lifecycle(split_tokens=2 * BLOCK_SIZE)
     submit(made, "r", NUM_PARTS * 2 * BLOCK_SIZE - 2, 2)
-    opens = [x for x in tell(made, events.LaneIdle(0)) if isinstance(x, events.Open)]
+    opens = [x for x in tell(made, events.LaneIdle(0)) if isinstance(x, events.Ask)]
     assert [x.part.holder for x in opens] == [HOLDER] * NUM_PARTS
     for one in opens:
         tell(made, events.Opened(one.part.part_id))
@@ -289,7 +290,9 @@ def taken_over(adopting: Lifecycle, found: tuple[int | None, ...]) -> list[event
 
 def test_a_sequence_goes_on_with_what_all_of_its_parts_have(adopting: Lifecycle) -> None:
     told = taken_over(adopting, (0, 0, 0))
-    assert [type(one) for one in told] == [events.Extend] * NUM_PARTS
+    assert [type(one.message) for one in told if isinstance(one, events.Ask)] == [
+        Extend
+    ] * NUM_PARTS
     assert adopting.sequences.state(0) is SequenceState.RUNNING  # type: ignore[arg-type]
     assert not adopting.sequences.counts.num_recomputed
     assert adopting.adoptions.counts.num_sequences == 1
@@ -303,7 +306,7 @@ def test_a_sequence_of_which_parts_are_missing_waits_again_once(
     assert adopting.sequences.state(0) is SequenceState.REQUEUED  # type: ignore[arg-type]
     assert adopting.sequences.counts.num_recomputed == 1
     assert len(adopting.scheduler.waiting) == 1 and not adopting.adoptions
-    assert not [one for one in told if not isinstance(one, events.Close)]
+    assert all(isinstance(one, events.Ask) and isinstance(one.message, Close) for one in told)
 
 
 def test_a_holder_goes_from_state_to_state(adopting: Lifecycle) -> None:

@@ -9,17 +9,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lifecycles import lifecycle
 from random_traffic import POLICIES, keeping
 from remembering_store import BLOCK_SIZE
 from traffic import Harness
 
 from fastdecode.core.holders import HolderId, SequenceId
 from fastdecode.core.sequence import CacheUse, Request, SamplingParams, Sequence
-from fastdecode.schedule.cache.rates import Rates, TierCounts
-from fastdecode.schedule.life.restores import Progress, Restores
+from fastdecode.schedule.cache.rates import Rates
+from fastdecode.schedule.life.endings import Endings
+from fastdecode.schedule.life.handing import Handing
 from fastdecode.schedule.life.sequences import SequenceState
+from fastdecode.schedule.life.starting import Pace, Starting
 from fastdecode.schedule.plan import Chunk
-from fastdecode.wire.blocks import Fetching
+from fastdecode.wire.blocks import Progress
 
 EARLY = {"swap_threshold": 0.5}
 
@@ -93,7 +96,7 @@ def test_when_a_fetch_comes_in_time() -> None:
 
     def comes(num_groups: int, fetch_s: float) -> bool:
         share = num_groups * sixth
-        return Progress(share, sixth, share * fetch_s).comes_in_time(1.0)
+        return Pace(share, sixth, share * fetch_s).comes_in_time(1.0)
 
     assert comes(1, 0.99), "both take as long: the first group is ahead"
     assert not comes(1, 1.01), "the second is attended before it is there"
@@ -104,14 +107,14 @@ def test_when_a_fetch_comes_in_time() -> None:
 
 def test_a_step_that_begins_later_has_more_of_what_is_fetched() -> None:
     """Of six groups of layers that take 1.5 s, while a step takes a second."""
-    one = Progress(1 / 6, 1 / 6, 0.25)
+    one = Pace(1 / 6, 1 / 6, 0.25)
     assert not one.comes_in_time(1.0), "the last would be late"
     assert [s for s in (0.2, 0.4, 0.45, 1.2, 2.0) if one.comes_in_time(1.0, s)] == [0.45, 1.2, 2.0]
-    slow = Progress(1 / 6, 1 / 6, 5.0)
+    slow = Pace(1 / 6, 1 / 6, 5.0)
     assert not slow.comes_in_time(1.0, 20.0), "four groups later five seconds are left"
     assert slow.comes_in_time(1.0, 25.0), "by then all are there"
-    last = Progress(5 / 6, 1 / 6, 0.25)
-    assert not Progress(1 / 6, 1 / 6, 0.3).comes_in_time(0.4, 0.3) and last.comes_in_time(0.4, 0.0)
+    last = Pace(5 / 6, 1 / 6, 0.25)
+    assert not Pace(1 / 6, 1 / 6, 0.3).comes_in_time(0.4, 0.3) and last.comes_in_time(0.4, 0.0)
 
 
 class Fetched:
@@ -125,24 +128,25 @@ class Fetched:
         rates.stepped(40, 1.0)
         rates.stepped(0, 0.2)
         rates.stepped_beside(0, 0.6)
-        traffic: Any = SimpleNamespace(
-            now_s=lambda: self.now_s, rates=rates, counts=TierCounts(), jobs={7: None}
-        )
-        traffic.has_lower = True
-        self.restores = Restores(traffic)
+        scheduler = lifecycle().scheduler
+        stock: Any = scheduler.ledger.cache.stock
+        stock.now_s, stock.rates, stock.jobs = lambda: self.now_s, rates, {7: None}
+        stock[HolderId(0)].num_slots = 1
+        endings = Endings(scheduler)
+        self.starting = Starting(endings, Handing(endings))
         self._life: Any = SimpleNamespace(state=SequenceState.FETCHING, pending=None, lane=0)
 
     def begin(self) -> None:
         start: Any = SimpleNamespace(awaits=(7,), num_first_tokens=40)
-        self.restores.begin(self._life, start)
+        self.starting.wait(self._life, start)
 
     def begin_step(self, lane: int, num_in_prompt: int) -> None:
         request = Request("a", tuple(range(num_in_prompt)), SamplingParams(), 1, seed=0)
         chunk = Chunk(Sequence.of(SequenceId(0), request, 0), max(1, num_in_prompt))
-        self.restores.begin_step(lane, (chunk,))
+        self.starting.begin_step(lane, (chunk,))
 
     def joins(self) -> bool:
-        return bool(self.restores.hear(Fetching(0, 7, 1, 6, 0.25)).ready)
+        return bool(self.starting.joining(Progress(0, 7, 1, 6, 0.25)))
 
 
 @pytest.mark.parametrize(

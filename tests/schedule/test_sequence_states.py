@@ -24,7 +24,7 @@ from fastdecode.schedule.life.sequences import (
     SequenceTable,
 )
 from fastdecode.schedule.modes import make_scheduler
-from fastdecode.wire.blocks import Pulled
+from fastdecode.wire.blocks import Close, Open, Pulled
 
 SOURCES = (KVSource("p-r0", "ab" * 16, 0, 5, 0, 2),)
 NUM_HOLDERS = 2
@@ -41,7 +41,7 @@ class Walk:
             make_scheduler(options("greedy", NUM_LANES), (9, 9), BLOCK_SIZE, opening_steps=1)
         )
         self.imports = imports
-        self.rooms: list[events.Open | events.Fork | events.Extend | events.Truncate] = []
+        self.rooms: list[events.Ask] = []
         self.takeovers: list[events.TakeOver] = []
         self.pulls: list[PartId] = []
         self.runs: dict[int, events.Run] = {}
@@ -52,7 +52,7 @@ class Walk:
     def tell(self, event: events.Event) -> None:
         for instruction in self.life.handle(event):
             match instruction:
-                case events.Open() | events.Fork() | events.Extend() | events.Truncate():
+                case events.Ask() if not isinstance(instruction.message, Close):
                     self.rooms.append(instruction)
                 case events.TakeOver():
                     self.takeovers.append(instruction)
@@ -101,7 +101,7 @@ class Walk:
         part = asked.part
         if not self.life.grants.awaits(part.holder, part.part_id):
             return
-        if refuses and isinstance(asked, (events.Open, events.Fork)):
+        if refuses and isinstance(asked.message, Open):
             self.tell(events.Refused(part.part_id, "r0", "capacity", "no room"))
         else:
             self.tell(events.Opened(part.part_id))

@@ -19,7 +19,8 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import CacheUse, Request, SamplingParams
 from fastdecode.core.spec import first_seen
 from fastdecode.schedule.cache.blocks import Index
-from fastdecode.schedule.life.events import LaneIdle, Open, Resume, Submitted
+from fastdecode.schedule.life.events import Ask, LaneIdle, Submitted
+from fastdecode.wire.blocks import Open
 
 A = HolderId(0)
 WINDOWS = (1, 3, 4, 5, 9, 14)
@@ -112,9 +113,10 @@ def test_a_sequence_that_starts_with_a_window_reserves_room_for_no_more() -> Non
     chat = windowed(8, (40,))
     tokens = talk(chat, range(33))
     assert chat.arrive(0, (2,), 2, prompt=(*tokens, 70), cache=CacheUse(turn=len(tokens) - 1))
-    (resumed,) = [x for x in chat._tell(LaneIdle(0), 0) if isinstance(x, Resume)]
+    (resumed,) = [x for x in chat._tell(LaneIdle(0), 0) if isinstance(x, Ask)]
+    assert isinstance(resumed.message, Open) and resumed.message.keys is not None
     assert resumed.part.first_token == 24 and resumed.part.end == len(tokens) + 2
-    assert resumed.num_tokens == 34 - 24 and len(resumed.keys) == 3
+    assert resumed.message.num_tokens == 34 - 24 and len(resumed.message.keys) == 3
     chat.run_out()
 
 
@@ -138,7 +140,7 @@ def test_what_is_handed_over_is_whole() -> None:
     params, use = SamplingParams(), CacheUse(turn=past)
     handed = Request("handed", (*tokens, 70), params, 2, seed=0, cache=use, hands_over=True)
     chat.lifecycle.handle(Submitted(handed))
-    opened = [x for x in chat.lifecycle.handle(LaneIdle(0)) if isinstance(x, (Open, Resume))]
+    opened = [x for x in chat.lifecycle.handle(LaneIdle(0)) if isinstance(x, Ask)]
     assert [one.part.first_token for one in opened] == [0]
 
 

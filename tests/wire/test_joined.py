@@ -8,7 +8,7 @@ import pytest
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.messages import Accepted, OpenSequence
+from fastdecode.wire.messages import Accepted, Open
 from fastdecode.wire.transport import CLOSED, TIMEOUT, HubBehind, JoinedHub, PeerLostError
 
 
@@ -28,8 +28,8 @@ def test_a_message_is_of_the_connection_that_it_came_over(
     for number in (2, 0, 1):
         ends[number].send(Accepted(number))
         assert hub.receive_any(1.0) == (number, Accepted(number))
-    hub.connections[2].send(OpenSequence(1, 2))
-    assert ends[2].poll() == OpenSequence(1, 2)
+    hub.connections[2].send(Open(1, 2))
+    assert ends[2].poll() == Open(1, 2)
 
 
 def test_no_hub_is_kept_waiting_by_another(

@@ -24,7 +24,7 @@ zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
 from fastdecode.core.errors import ConfigError  # noqa: E402
 from fastdecode.wire.codec import Codec  # noqa: E402
-from fastdecode.wire.messages import Accepted, OpenSequence  # noqa: E402
+from fastdecode.wire.messages import Accepted, Open  # noqa: E402
 from fastdecode.wire.transport import CLOSED, TIMEOUT  # noqa: E402
 from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener  # noqa: E402
 from fastdecode.wire.zmq.keys import ClusterKey  # noqa: E402
@@ -144,14 +144,14 @@ def test_members_of_the_cluster_talk_and_others_do_not(stage: Stage, tmp_path: P
 
 def test_what_breaks_the_protocol_ends_the_connection(stage: Stage, hub: ZmqHub) -> None:
     connection, _ = connect(hub, stage.puppets[0])
-    stage.puppets[0].send(OpenSequence(1, 1))
+    stage.puppets[0].send(Open(1, 1))
     assert (
-        code_of(lambda: connection.receive(WAIT_S), "broke the protocol", "OpenSequence")
+        code_of(lambda: connection.receive(WAIT_S), "broke the protocol", "Open")
         == "protocol_error"
     )
     # The other direction works still, so that the peer can be told.
-    connection.send(OpenSequence(2, 2))
-    assert stage.puppets[0].receive(WAIT_S) == OpenSequence(2, 2)
+    connection.send(Open(2, 2))
+    assert stage.puppets[0].receive(WAIT_S) == Open(2, 2)
 
 
 # Deaths.
@@ -188,8 +188,8 @@ def test_an_idle_s_worker_is_not_lost(stage: Stage, hub: ZmqHub) -> None:
     times the silence goes by."""
     connection, _ = connect(hub, stage.puppets[0], silence_s=1.0)
     assert code_of(lambda: stage.puppets[0].receive(3.0), "S-worker") == TIMEOUT
-    connection.send(OpenSequence(1, 1))
-    assert stage.puppets[0].receive(WAIT_S) == OpenSequence(1, 1)
+    connection.send(Open(1, 1))
+    assert stage.puppets[0].receive(WAIT_S) == Open(1, 1)
 
 
 S_WORKER = """

@@ -27,7 +27,7 @@ from fastdecode.wire.messages import (  # noqa: E402
     Accepted,
     Failed,
     Inspect,
-    OpenSequence,
+    Open,
 )
 from fastdecode.wire.traits import Role  # noqa: E402
 from fastdecode.wire.transport import CLOSED, TIMEOUT, PeerLostError  # noqa: E402
@@ -91,7 +91,7 @@ def check_it_serves(listener: ZmqListener, connection: Any, index: int) -> None:
 
 def test_garbage_is_dropped_before_and_after_the_hello(listener: ZmqListener, hub: ZmqHub) -> None:
     rng = np.random.default_rng(0)
-    head = Codec().encode(OpenSequence(1, 1)).head
+    head = Codec().encode(Open(1, 1)).head
     junk = [b"", b"\0", b"x", b"FDN", rng.bytes(500), head, head[:-1] + b"\xc1", head + b"more"]
 
     def send_all() -> None:
@@ -173,7 +173,7 @@ def test_arrays_that_do_not_fit_end_the_connection(listener: ZmqListener, damage
         with pytest.raises(PeerLostError, match="broke the protocol: Attend") as caught:
             listener.receive_any(WAIT_S)
         assert (caught.value.index, caught.value.code) == (index, "protocol_error")
-        for message in (HELLO, OpenSequence(1, 2)):  # over another connection
+        for message in (HELLO, Open(1, 2)):  # over another connection
             peer.send_multipart(in_frames(message))
             assert same(listener.receive_any(WAIT_S)[1], message)
 
@@ -207,8 +207,8 @@ def test_peers_are_accepted_by_role_so_many_of_each(hub: ZmqHub) -> None:
         listener.connections[1].close()  # as whoever serves it does: its place is free from then on
         hub.add(listener.address).send(HELLO)
         assert listener.receive_any(WAIT_S)[0] == 1
-        connections[0].send(OpenSequence(3, 4))
-        assert listener.receive_any(WAIT_S) == (0, OpenSequence(3, 4))
+        connections[0].send(Open(3, 4))
+        assert listener.receive_any(WAIT_S) == (0, Open(3, 4))
 
 
 @pytest.mark.parametrize(

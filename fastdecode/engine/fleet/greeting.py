@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from fastdecode.core.errors import CapacityError, ConfigError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.groups import HolderPool
-from fastdecode.wire.blocks import Stocked, UseTier
+from fastdecode.wire.blocks import Inventory, UseTier
 from fastdecode.wire.messages import Hello, Welcome
 
 
@@ -57,7 +57,7 @@ def use_tiers(fleet: HolderPool, identity: str, holders: Iterable[HolderId]) -> 
         fleet.send(holder, fleet.tier_of(holder, message))
     while fleet.is_owed:
         fleet.receive()
-    told = [news for news in fleet.moves.of_tiers if isinstance(news, Stocked)]
+    told = [news for news in fleet.moves.of_tiers if isinstance(news, Inventory)]
     num_slots = sum(news.num_slots for news in told if news.is_last)
     return num_slots, sum(len(news.keys) for news in told)
 

@@ -26,10 +26,10 @@ from fastdecode.engine.fleet.joined_moves import JoinedMoves
 from fastdecode.engine.fleet.pending import PendingReplies
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.wire.blocks import (
-    Fetching,
-    ForgetBlocks,
+    Forget,
     MoveNews,
-    StoreBlocks,
+    Progress,
+    Retain,
     UseTier,
     words_of,
 )
@@ -130,7 +130,7 @@ class CacheGroup:
             self.welcome = None
         elif isinstance(message, BeginStep):
             self._want_lse[message.lane] = message.want_lse
-        elif isinstance(message, StoreBlocks):
+        elif isinstance(message, Retain):
             self.moves.begin_store(message.job)
         if message.answers:
             asked = _Asked(message, due)
@@ -158,11 +158,11 @@ class CacheGroup:
         waiting = self._asked.get(member)
         if waiting is None or any(x is None or isinstance(x.message, Hello) for x in waiting):
             return
-        if isinstance(news, Fetching) and len(self._here) < len(self._members):
+        if isinstance(news, Progress) and len(self._here) < len(self._members):
             return  # other stages don't report it: nobody begins before all is there
         for each, keys in self.moves.take(member, news).items():
             if keys:
-                self._pool.send(each, ForgetBlocks(words_of(sorted(keys)), is_below=True))
+                self._pool.send(each, Forget(words_of(sorted(keys)), is_below=True))
 
     def _is_due(self, member: HolderId, asked: ToRWorker, answer: Answer) -> bool:
         """Whether the arrays of an answer are the ones that were asked for. Once they

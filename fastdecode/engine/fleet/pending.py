@@ -16,14 +16,14 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.blocks import (
-    FetchBlocks,
-    Fetching,
-    Moved,
+    Done,
+    Fetch,
+    Inventory,
     MoveNews,
+    Progress,
     Pull,
     Pulled,
-    Stocked,
-    StoreBlocks,
+    Retain,
 )
 from fastdecode.wire.messages import FromRWorker, ToRWorker, Welcome
 from fastdecode.wire.traits import unasked
@@ -142,7 +142,7 @@ class PendingTransfers:
         number, jobs = number_of(news) if number is None else number, self._of[index]
         if number not in jobs:
             return False
-        if isinstance(news, Moved | Pulled) or (isinstance(news, Stocked) and news.is_last):
+        if isinstance(news, Done | Pulled) or (isinstance(news, Inventory) and news.is_last):
             del jobs[number]
         return True
 
@@ -154,7 +154,7 @@ class PendingTransfers:
 def job_of(message: ToRWorker) -> int:
     """The number of the job that a message asks for which is a transfer."""
     match message:
-        case StoreBlocks() | FetchBlocks():
+        case Retain() | Fetch():
             return message.job
         case Pull():
             return _pull(message.sequence_id)
@@ -164,11 +164,11 @@ def job_of(message: ToRWorker) -> int:
 def number_of(news: MoveNews) -> int:
     """Of the job that a report is about."""
     match news:
-        case Fetching() | Moved():
+        case Progress() | Done():
             return news.job
         case Pulled():
             return _pull(news.sequence_id)
-        case Stocked():
+        case Inventory():
             return _OPENING
 
 

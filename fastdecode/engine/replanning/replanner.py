@@ -6,18 +6,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import astuple
 
 from cost_model.goodput.replanning import (
     InstanceProfile,
     InstanceTotals,
     JudgedRoles,
+    ReplanTrigger,
     RoleQuestion,
     Roles,
     StepLog,
     TrafficSample,
+    TrafficWatch,
 )
 from cost_model.goodput.slo import RequestTimes
-from cost_model.goodput.traffic_watch import FinishedRequest, ReplanTrigger, TrafficWatch
 from fastdecode.core.clock import Clock
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.engine.instances.controller import Controller
@@ -82,9 +84,7 @@ class Replanner:
         tokens = max(len(said.token_ids) for said in routed.said)
         tpot_s = (routed.last_s - routed.first_s) / (tokens - 1) if tokens > 1 else None
         times = RequestTimes(routed.arrived_s, routed.first_s - routed.arrived_s, tpot_s)
-        self._watch.finished(
-            self._clock(), FinishedRequest(times, routed.job.prompt_tokens, tokens)
-        )
+        self._watch.finished(self._clock(), (times, routed.job.prompt_tokens, tokens))
 
     def look(self) -> None:
         """Now and then. What goes wrong here is no reason to end what runs."""
@@ -158,7 +158,7 @@ class Replanner:
             + dispatcher.prefill[i].num_tokens / dispatcher.prefill[i].batch_tokens
             for i in places
         ]
-        wanted = dict(zip(_ORDER, best.counts, strict=True))
+        wanted = dict(zip(_ORDER, astuple(best), strict=True))
         changes = role_changes([router.registry.roles[i] for i in places], wanted, busy)
         for index, role in changes.items():
             name = router.registry.all[places[index]].name

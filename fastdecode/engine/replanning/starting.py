@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from cost_model.goodput.replanning import TrafficWatch, WatchRules
 from cost_model.goodput.slo import Slo
-from cost_model.goodput.traffic_watch import TrafficWatch, WatchRules
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import Instances
 from fastdecode.engine.instances.controller import Controller

@@ -16,16 +16,15 @@ from fastdecode.core.holders import HolderId, Part, PartId
 from fastdecode.core.resuming import HeldSequence, Session
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.stats import AttachedCounts
-from fastdecode.schedule.cache.prefix_cache import PrefixCache
-from fastdecode.schedule.cache.resumed import keep_held
+from fastdecode.schedule.cache.holdings import Holdings
 from fastdecode.wire.blocks import TakenOver, TakeOver
-from fastdecode.wire.messages import CloseSequence
+from fastdecode.wire.messages import Close
 
 Counts: TypeAlias = "dict[HolderId, dict[PartId, int]]"
 """Tokens of parts, by holder."""
 
 
-def attach(fleet: HolderPool, cache: PrefixCache, session: Session) -> AttachedCounts:
+def attach(fleet: HolderPool, cache: Holdings, session: Session) -> AttachedCounts:
     """Ask R-workers what they hold of a resumed session's sequences, keep that
     as blocks, and have the session go on.
 
@@ -87,7 +86,7 @@ def _answers(fleet: HolderPool, asked: Mapping[HolderId, TakeOver]) -> Counts:
 
 
 def _keep(
-    fleet: HolderPool, cache: PrefixCache, held: Iterable[HeldSequence], found: Counts
+    fleet: HolderPool, cache: Holdings, held: Iterable[HeldSequence], found: Counts
 ) -> AttachedCounts:
     """Have what was found kept by its keys, and the old sequences closed."""
     num_sequences = num_tokens = num_held = num_held_tokens = 0
@@ -101,10 +100,10 @@ def _keep(
         num_tokens += len(one.token_ids)
         num_held += any(there.values())
         num_held_tokens += sum(there.values())
-        tails = keep_held(cache, one, there)
+        tails = cache.keep_held(one, there)
         for order in cache.stock.take_orders():
             fleet.send(order.holder, order.message)
         for part in there:
             tail = tails.get(part.part_id, b"").hex()
-            fleet.send(part.holder, CloseSequence(part.part_id, tail=tail))
+            fleet.send(part.holder, Close(part.part_id, tail=tail))
     return AttachedCounts(num_sequences, num_tokens, num_held, num_held_tokens)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastdecode.core.holders import PartId
+from fastdecode.core.holders import Part, PartId
 from fastdecode.core.resuming import Session, first_part
 from fastdecode.engine.extensions import Extension
-from fastdecode.schedule.life.events import Drawn, Fork, Open, Resume
+from fastdecode.schedule.life.events import Drawn
 from fastdecode.schedule.life.sequences import SequenceTable
 from fastdecode.schedule.plan import Chunk
 
@@ -26,9 +26,9 @@ class Recorder(Extension):
         self._lives = lives
         self._opened: set[PartId] = set()
 
-    def opened(self, instruction: Open | Fork | Resume) -> None:
+    def opened(self, part: Part) -> None:
         """See ``Extension``."""
-        self._opened.add(instruction.part.part_id)
+        self._opened.add(part.part_id)
 
     def ran(self, chunks: Sequence[Chunk]) -> None:
         """Record where sequences are that ran for the first time since their

@@ -69,7 +69,7 @@ from fastdecode.engine.step.device import DeviceAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.reached_device import ReachedDevice
 from fastdecode.engine.transfers import Transfers
-from fastdecode.schedule.cache.prefix_cache import PrefixCache
+from fastdecode.schedule.cache.holdings import Holdings
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.ring import neighbour
 from fastdecode.schedule.times import MeasuredTimes
@@ -257,7 +257,7 @@ class RunningEngine:
             return ColumnReplacements(fleet, hello, places, deadlines.timeout_s)
         return places
 
-    def _attach(self, cache: PrefixCache) -> AttachedCounts | None:
+    def _attach(self, cache: Holdings) -> AttachedCounts | None:
         """Go on with what R-workers have kept of the session, if there is anything."""
         session = self._session
         if session is None:

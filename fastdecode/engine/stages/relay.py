@@ -22,15 +22,15 @@ from fastdecode.engine.stages.pool import StagePool
 from fastdecode.engine.step.pipeline import News
 from fastdecode.wire.blocks import (
     Accepted,
+    Done,
     DropCache,
     ExportSequence,
-    Moved,
+    Inventory,
     Pull,
     Pulled,
     Refused,
     Replicate,
     Restore,
-    Stocked,
     TakenOver,
     TakeOver,
 )
@@ -258,7 +258,7 @@ class Relay:
             else:
                 losses.append((column, answer))
         for moved in self._pool.moves.take_tiers():
-            if isinstance(moved, Moved | Stocked | Pulled):
+            if isinstance(moved, Done | Inventory | Pulled):
                 self._links.tell(FIRST_STAGE, moved)
         for replicated in self._members.events.take_replicas():
             self._links.tell(FIRST_STAGE, replicated)

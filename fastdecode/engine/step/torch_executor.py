@@ -21,7 +21,7 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.model.block_keys import tier_identity
 from fastdecode.core.spec import KVSpec
 from fastdecode.engine.step.device_memory import DeviceMemory
-from fastdecode.wire.blocks import Stocked
+from fastdecode.wire.blocks import Inventory
 from fastdecode.wire.codec import Array
 from fastdecode.wire.messages import AttendResult, BeginStep
 from rworker.blocks.appending import Appended
@@ -135,7 +135,7 @@ class TorchExecutor:
     def drop(self, drop: Drop) -> None:
         self._forget(drop.holder)
 
-    def open_tier(self, wanted: OpenTier) -> Iterable[Stocked]:
+    def open_tier(self, wanted: OpenTier) -> Iterable[Inventory]:
         """See ``RWorkerExecutor``: the host's memory, with nothing in it, or a file."""
         self.tiers.close(wanted.holder)
         if not self._host_bytes:

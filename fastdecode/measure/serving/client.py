@@ -58,18 +58,15 @@ class Record:
 
 
 class Endpoint:
-    """A server at http://HOST:PORT, perhaps with a path before /v1.
-
-    Raises:
-        ConfigError: If ``url`` is not such an address.
-    """
+    """A server at http://HOST:PORT, perhaps with a path before /v1. Raises ConfigError: If ``url``
+    is not such an address."""
 
     def __init__(self, url: str, key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise ConfigError(f"--base-url {url} is no address: {error}") from None
+            raise ConfigError(f"--base-url {url} is not an address: {error}") from None
         if "@" in parts.netloc:
             raise ConfigError(f"--base-url has a name or key before @: give it in {KEY_VARIABLE}")
         if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
@@ -89,10 +86,7 @@ class Endpoint:
 
     async def model(self, named: str | None = None) -> str:
         """Return the first model that the server names, or the one that the user has ``named``.
-
-        Raises:
-            ConfigError: If nothing answers, or none is named.
-        """
+        Raises ConfigError: If nothing answers, or none is named."""
         within = aiohttp.ClientTimeout(total=min(self._timeout_s, _MODELS_WITHIN_S))
         url = f"{self._url}/models"
         try:
@@ -109,7 +103,7 @@ class Endpoint:
                 f"--base-url: nothing answers at {place}: {explained(error)}"
             ) from None
         except (ValueError, LookupError, TypeError, aiohttp.ClientError):
-            why = "what it answers is no list of models; is this a server of OpenAI's API?"
+            why = "its answer is not a list of models. Is this a server of OpenAI's API?"
         if named is not None:
             return named
         raise ConfigError(f"{url} doesn't name a model: {why}")

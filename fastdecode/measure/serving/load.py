@@ -83,11 +83,8 @@ def closed(shape: LoadShape) -> list[Planned]:
 
 
 def arriving(shape: LoadShape, rate: float, cv: float = 1.0) -> list[Planned]:
-    """Return requests that don't wait for answers. Other rates have the same pattern.
-
-    Args:
-        cv: Coefficient of variation of the gaps, which are gamma: 1 is Poisson, 0 is a clock.
-    """
+    """Return requests that don't wait for answers. Other rates have the same pattern. ``cv`` is the
+    coefficient of variation of the gaps, which are gamma: 1 is Poisson, 0 is a clock."""
     prompts = Lengths(shape.prompt_tokens, shape.spread)
     outputs = Lengths(shape.output_tokens, shape.spread)
     draw = drawn(prompts, outputs, cv, shape.num_requests or 100, shape.seed)
@@ -95,13 +92,8 @@ def arriving(shape: LoadShape, rate: float, cv: float = 1.0) -> list[Planned]:
 
 
 def traced(path: Path, shape: LoadShape, speed: float = 1.0) -> list[Planned]:
-    """Return the answered requests of a request log, ``speed`` times as fast.
-
-    A request of several prompts or choices counts as several: they were answered side by side.
-
-    Raises:
-        ConfigError: If the file has none.
-    """
+    """Return the answered requests of a request log, ``speed`` times as fast. A request of several
+    prompts or choices counts as several: they were answered side by side."""
     name, found = f"--trace {path}", []
     for line in decoded(located(path, name), LoggedLine):
         if line.prompt_tokens and line.output_tokens:

@@ -113,10 +113,7 @@ def find_goodput(
     """Find the greatest rate, within 3%, at which ``attainment`` of the requests keep the SLO.
 
     If the first rate is too great, requests run one after the other once (``measure_alone``). If
-    not even those keep the SLO, no rate does, and their figures are returned with 0.
-
-    Returns:
-        The rate, or 0 if there is none, and the figures at it.
+    not even those keep the SLO, no rate does. Return the rate, or 0, and the figures at it.
     """
     best, figures, rate = 0.0, None, first_rate
     bad: float | None = None

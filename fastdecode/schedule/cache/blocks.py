@@ -33,6 +33,7 @@ from collections.abc import Iterable, Iterator, Mapping, Reversible
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice, takewhile
+from typing import Final
 
 from fastdecode.core.spec import first_seen
 from fastdecode.schedule.cache.eviction import ANY, STORED, UNHIT, Evictable
@@ -99,21 +100,46 @@ class Block:
         return self.memory is Memory.VOID and not self.num_users and self.job is None
 
 
+@dataclass(frozen=True)
+class Window:
+    """What a sequence sees of its past. Blocks of which no layer sees a token are **unseen**.
+
+    Args:
+        num_tokens: most tokens that any layer attends to. None if a layer attends to all.
+        block_size: tokens in a block.
+    """
+
+    num_tokens: int | None = None
+    block_size: int = 1
+
+    def num_unseen(self, num_past: int) -> int:
+        """Count the unseen blocks of a sequence that continues behind ``num_past`` tokens."""
+        return first_seen(num_past, self.num_tokens) // self.block_size
+
+    def unseen_tokens(self, num_past: int) -> int:
+        return self.num_unseen(num_past) * self.block_size
+
+
+_SEES_ALL: Final = Window()
+
+
 class Index:
     """The blocks of one holder, by key.
 
     Args:
         policy: what idle blocks are worth.
         only_ends: idle blocks that have others behind them are not evicted.
-        window: tokens that the layer attends to that attends to most. None if it attends to all.
+        window: what sequences see of their past.
     """
 
     def __init__(
-        self, policy: Policy, *, only_ends: bool = False, window: int | None = None
+        self, policy: Policy, *, only_ends: bool = False, window: Window = _SEES_ALL
     ) -> None:
         self._window = window
         self._blocks: dict[bytes, Block] = {}
         self._num_uses = 0
+        self.num_users = 0
+        """Users of all blocks, summed."""
         self._num_there = 0
         self.idle = Evictable(policy, only_ends=only_ends)
         self._resting = Evictable(policy)  # what the lower tier may evict
@@ -172,6 +198,7 @@ class Index:
             block.parent.has_branches |= block.parent.followed_by not in (None, key)
             block.parent.followed_by = key
         block.memory, block.num_users = Memory.READY, 1
+        self.num_users += 1
         self._num_there += 1
         self._update(block)
 
@@ -180,6 +207,7 @@ class Index:
         for key in keys:
             block = self._blocks[key]
             block.num_users += 1
+            self.num_users += 1
             block.was_hit |= as_hit
             self._update(block)
 
@@ -191,6 +219,7 @@ class Index:
         for key in reversed(keys):
             block = self._blocks[key]
             block.num_users -= 1
+            self.num_users -= 1
             if not block.num_users:
                 block.last_use, block.ended_s = self._num_uses, now_s
                 over += [block] if block.is_over else []
@@ -244,6 +273,36 @@ class Index:
             gone += self.forget([block])
         return gone
 
+    def drop_unseen(self, keys: Reversible[bytes], num_past: int) -> list[bytes]:
+        """Drop the blocks of an ended sequence that no sequence sees which continues behind its
+        ``num_past`` tokens.
+
+        Blocks stay that are in use, or shared by conversations. Where prompts parted they will
+        again: what is seen from there stays, too.
+
+        Args:
+            keys: cached blocks of the sequence, in the order of its tokens.
+
+        Returns:
+            Keys of the dropped blocks. A block that is moved is dropped when its job ends.
+        """
+        end = self._window.unseen_tokens(num_past)
+        gone: list[Block] = []
+        seen_from = end  # from where prompts parted from the sequence
+        for key in reversed(keys) if end else ():
+            block = self.get(key)
+            if block is None or block.num_tokens > end or block.num_users or block.num_leases:
+                continue
+            if block.has_branches:
+                seen_from = min(seen_from, self._window.unseen_tokens(block.num_tokens))
+            if block.has_branches or block.num_tokens > seen_from:
+                continue
+            if block.job is not None:
+                self.make_void([key])
+            elif block.is_idle:
+                gone.append(block)
+        return self.forget(gone)
+
     def lose(self, keys: Iterable[bytes]) -> None:
         """Remove blocks that the holder lacks, and no sequence uses. Some may have left."""
         self.forget([block for key in keys if (block := self.get(key)) is not None])
@@ -269,7 +328,7 @@ class Index:
 
     def _shared_with(self, block: Block) -> list[Block]:
         """Return a block, and those before it that tokens behind it attend to."""
-        seen_from = first_seen(block.num_tokens, self._window)
+        seen_from = first_seen(block.num_tokens, self._window.num_tokens)
         shared, before = [block], block.parent
         while before is not None and before.num_tokens > seen_from:
             shared.append(before)
@@ -381,6 +440,7 @@ class Index:
         """Recount. ``used``: how many running sequences use each block."""
         every = self._blocks.values()
         assert {x.key: x.num_users for x in every if x.num_users} == dict(used), "miscounted users"
+        assert self.num_users == used.total()
         assert self._num_there == sum(1 for _ in self)
         assert self.num_stored == sum(x.below is Below.STORED for x in every) <= self.num_slots
         assert not any(x.is_over for x in every), "a block was to be forgotten"

@@ -1,4 +1,4 @@
-"""What it costs to compute a block again, by where it is in its sequence."""
+"""Costs to compute a block again, by its place in its sequence."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from fastdecode.core.spec import AttentionSpec
 
 @dataclass(frozen=True)
 class CostTable:
-    """What a block costs to compute, by the tokens up to its end: measured at
-    some lengths, linear between, and beyond the last as between the last two.
+    """Cost of a block by the tokens up to its end, measured at some lengths, else linear.
 
     Args:
-        costs: tokens → cost, of two lengths at least; only ratios matter.
+        costs: cost by tokens, of two lengths at least. Only ratios matter.
     """
 
     costs: Mapping[int, float]
@@ -35,14 +34,13 @@ class CostTable:
 
 
 FLAT_TO_HALF: Final = CostTable({64: 1.0078125, 4096: 1.5})
-"""Attention to 4,096 tokens costs half of what all else does that a token costs."""
+"""Attention to 4,096 tokens costs half of what the rest of a token's work costs."""
 
 _LENGTHS: Final = tuple(1 << bits for bits in range(6, 21))
 
 
 def costs_of(spec: ModelSpec) -> CostTable:
-    """By the floating-point operations of a token, at powers of two: 1 is what
-    all but attention costs, which is the same wherever the token stands."""
+    """Return costs by a token's floating-point operations. 1 stands for all but its attention."""
     weights = 2.0 * sum(map(spec.active_layer_parameters, range(spec.num_layers)))
     costs = {}
     for length in _LENGTHS:
@@ -52,6 +50,6 @@ def costs_of(spec: ModelSpec) -> CostTable:
 
 
 def _flops(layer: AttentionSpec, num_tokens: int) -> float:
-    """To attend to so many tokens, as far as the layer sees them."""
+    """Count the operations of attending to the tokens that a layer sees."""
     seen = min(num_tokens, layer.sliding_window or num_tokens)
     return 4.0 * layer.num_q_heads * layer.head_dim * seen

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.schedule.cache.retention import IdleColumns, Policy, Values
+from fastdecode.schedule.cache.retention import COLUMNS, Policy, Values
 
 if TYPE_CHECKING:
     from fastdecode.schedule.cache.blocks import Block
@@ -33,12 +33,6 @@ _FEWEST: Final = 256
 _SHARE: Final = 64
 """A pass remembers one in as many blocks. It is good for as large a part of the longest time that
 a block has been idle."""
-_COLUMNS: Final = np.dtype(
-    [
-        ("cost", "f8"), ("ended_s", "f8"), ("num_leases", "f8"), ("last_use", "i8"),
-        ("num_tokens", "i8"), ("is_end", "?"), ("kind", "u1"),
-    ]
-)  # fmt: skip
 
 Rows: TypeAlias = "slice | NDArray[np.int64]"
 _Order: TypeAlias = "tuple[float, int, int]"
@@ -74,7 +68,7 @@ class Evictable:
         self._entries: dict[Block, tuple[int, int, float]] = {}  # row, kinds, cost
         self._blocks: list[Block | None] = []  # by row
         self._free: list[int] = []
-        self._columns = np.zeros(0, _COLUMNS)
+        self._columns = np.zeros(0, COLUMNS)
         self._behind: Counter[Block] = Counter()
         self._ranked: dict[int, _Ranked] = {}  # by kind
         self._touched: set[int] = set()
@@ -188,7 +182,7 @@ class Evictable:
             num_rows = len(self._blocks)
             more = max(64, num_rows)
             self._blocks += [None] * more
-            self._columns = np.concatenate([self._columns, np.zeros(more, _COLUMNS)])
+            self._columns = np.concatenate([self._columns, np.zeros(more, COLUMNS)])
             self._free.extend(range(num_rows + more - 1, num_rows - 1, -1))
         row = self._free.pop()
         self._blocks[row] = block
@@ -250,11 +244,7 @@ class Evictable:
         may_go = (some["kind"] & kind) > 0
         if self._only_ends:
             may_go &= some["is_end"]
-        idle = IdleColumns(
-            some["cost"], now_s - some["ended_s"], some["num_leases"], some["last_use"],
-            some["num_tokens"], some["is_end"],
-        )  # fmt: skip
-        return np.where(may_go, self._policy.values(idle), np.inf)
+        return np.where(may_go, self._policy.values(some, now_s), np.inf)
 
 
 def _lowest(values: Values, most: int) -> NDArray[np.int64]:

@@ -1,17 +1,13 @@
-"""Whose cached blocks go down a tier, or are given up: policies over
-conversations and their blocks. Pure, with time passed in. The engine's kept
-blocks and ``fastdecode simulate`` ask the same ones.
+"""Policies of eviction, for the engine and for ``fastdecode simulate``.
 
-``retention`` values a block by what it would cost to compute it again, over the
-time since its last use (Pensieve, EuroSys 2025): the lowest value goes
-first. Leading blocks cost least, since they attend to least. ``lru`` takes the
-end of whatever was idle for longest. ``size-idle`` (Pensieve's first edition)
-takes the trailing half of the conversation with most blocks × idle time.
+``retention`` values a block by the cost to compute it again, over the time since its last use
+(Pensieve, EuroSys 2025). The lowest value goes first. Leading blocks cost least, since they attend
+to least. ``lru`` takes the end of what was idle for longest. ``size-idle`` (Pensieve's first
+edition) takes the trailing half of the conversation with most blocks × idle time.
 
-Tiers of a simulation hold whole conversations, and ask which of them evicts
-blocks, and which blocks (``TierPolicy``). The engine asks what each block is worth
-(``Policy``), also of requests outside any conversation. What those
-have in common with others is their beginning, so of them the end goes first.
+Tiers of a simulation hold whole conversations, and ask which of them evicts which blocks
+(``TierPolicy``). The engine asks what each block is worth (``Policy``). Requests outside any
+conversation share their beginnings with others, so their ends go first.
 """
 
 from __future__ import annotations
@@ -25,31 +21,21 @@ from numpy.typing import NDArray
 from fastdecode.schedule.cache.costs import FLAT_TO_HALF, CostTable
 
 POLICIES: Final = ("retention", "lru", "size-idle")
-_INSTANT_S: Final = 1e-9
-"""What was used this very moment was so long ago."""
-_BEYOND_ALL_TOKENS: Final = float(1 << 25)
-"""No sequence is as long."""
+_INSTANT_S: Final = 1e-9  # least idle time
+_BEYOND_ALL_TOKENS: Final = float(1 << 25)  # no sequence is as long
 
 Values: TypeAlias = NDArray[np.float64]
 
 
-@dataclass(frozen=True, eq=False)
-class IdleColumns:
-    """Kept blocks that nobody uses, [N] each."""
-
-    costs: Values
-    """To compute it again; see ``Policy.cost_of``."""
-    idle_s: Values
-    """Since its last use."""
-    num_leases: Values
-    """Conversations that share it."""
-    last_uses: NDArray[np.int64]
-    """Number of its last use: a later one has a higher number."""
-    num_tokens: NDArray[np.int64]
-    """Up to its end."""
-    is_end: NDArray[np.bool_]
-    """No idle block is behind it."""
-
+COLUMNS: Final = np.dtype(
+    [
+        ("cost", "f8"), ("ended_s", "f8"), ("num_leases", "f8"), ("last_use", "i8"),
+        ("num_tokens", "i8"), ("is_end", "?"), ("kind", "u1"),
+    ]
+)  # fmt: skip
+"""Blocks that may be evicted: ``Policy.cost_of``, the time and the number of the last use,
+conversations that share it, tokens up to its end, and whether no other such block is behind it."""
+Columns: TypeAlias = NDArray[np.void]
 
 NumberT = TypeVar("NumberT", float, Values)
 
@@ -60,9 +46,9 @@ class Policy(Protocol):
     def cost_of(self, num_tokens: int) -> float:
         """Return what a block costs whose end is at ``num_tokens``."""
 
-    def values(self, idle: IdleColumns) -> Values:
-        """Return what each block is worth, [N]. The lowest is evicted first, of equal ones the
-        leading one, and an infinite one only after others. A value depends on its own block
+    def values(self, blocks: Columns, now_s: float) -> Values:
+        """Return what each of ``COLUMNS`` is worth, [N]. The lowest is evicted first, of equal ones
+        the leading one, and an infinite one only after others. A value depends on its own block
         alone, and never rises with time."""
 
 
@@ -98,11 +84,10 @@ class Retention:
     def cost_of(self, num_tokens: int) -> float:
         return self.cost(num_tokens)
 
-    def values(self, idle: IdleColumns) -> Values:
-        idle_s, num_leases = np.maximum(idle.idle_s, _INSTANT_S), np.maximum(idle.num_leases, 1)
-        values = idle.costs / idle_s * num_leases
-        goes = idle.is_end | (idle.num_leases > 0)
-        return np.where(goes, values, np.inf)
+    def values(self, blocks: Columns, now_s: float) -> Values:
+        idle_s = np.maximum(now_s - blocks["ended_s"], _INSTANT_S)
+        values = blocks["cost"] / idle_s * np.maximum(blocks["num_leases"], 1)
+        return np.where(blocks["is_end"] | (blocks["num_leases"] > 0), values, np.inf)
 
     def score(
         self, first_cost: NumberT, num_blocks: NumberT, last_s: NumberT, now_s: float
@@ -120,8 +105,9 @@ class LeastRecent:
     def cost_of(self, num_tokens: int) -> float:
         return 1.0
 
-    def values(self, idle: IdleColumns) -> Values:
-        return idle.last_uses - idle.num_tokens / _BEYOND_ALL_TOKENS
+    def values(self, blocks: Columns, now_s: float) -> Values:
+        values: Values = blocks["last_use"] - blocks["num_tokens"] / _BEYOND_ALL_TOKENS
+        return values
 
     def score(
         self, first_cost: NumberT, num_blocks: NumberT, last_s: NumberT, now_s: float
@@ -159,6 +145,5 @@ def policy_of(name: str, block_size: int, cost: CostTable = FLAT_TO_HALF) -> Tie
 
 
 def is_short(num_free: int, num_slots: int, threshold: float) -> bool:
-    """Whether fewer slots than this share of them are free, so that some have
-    to be given up."""
+    """Return True if less than this share of the slots is free, so that some have to be freed."""
     return num_free < threshold * num_slots

@@ -4,6 +4,7 @@ lower tier, and the messages that follow."""
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -14,13 +15,12 @@ import numpy as np
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId, Part, PartId
-from fastdecode.schedule.cache.blocks import Index, Memory
+from fastdecode.schedule.cache.blocks import Index, Memory, Window
 from fastdecode.schedule.cache.fresh import FreshMemory
 from fastdecode.schedule.cache.rates import Rates, TierCounts, most_stored
-from fastdecode.schedule.cache.retention import Policy
-from fastdecode.schedule.cache.window import Window, drop_unseen
+from fastdecode.schedule.cache.retention import Policy, Retention
 from fastdecode.schedule.plan import Send
-from fastdecode.wire.blocks import FetchBlocks, ForgetBlocks, KeepBlocks, StoreBlocks, words_of
+from fastdecode.wire.blocks import Fetch, Forget, Name, Retain, words_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Stock:
     Args:
         num_holders: holders, each of which has an index of blocks.
         block_size: tokens in a block.
-        policy: what idle blocks are worth.
+        policy: what idle blocks are worth. None for ``Retention``.
         clock: seconds; never goes back.
         only_ends: see ``Index``.
         window: tokens that the layer attends to that attends to most. None if it attends to all.
@@ -49,15 +49,16 @@ class Stock:
         self,
         num_holders: int,
         block_size: int,
-        policy: Policy,
-        clock: Clock,
+        policy: Policy | None = None,
+        clock: Clock = time.monotonic,
         *,
         only_ends: bool = False,
         window: int | None = None,
     ) -> None:
-        self._block_size = block_size
+        assert window is None or not only_ends, "parts of sequences are kept as a whole"
+        self.block_size: Final = block_size
         self.window: Final = Window(window, block_size)
-        self.policy: Final = policy
+        self.policy: Final = policy or Retention(block_size)
         self.now_s: Final = clock
         self._only_ends = only_ends
         self._indices = [self._empty() for _ in range(num_holders)]
@@ -105,13 +106,13 @@ class Stock:
         names = [None if key in index else key for key in keys]
         for place, (key, name) in enumerate(zip(keys, names, strict=True), first_block):
             if name is not None:
-                index.name(name, before, part.first_token + (place + 1) * self._block_size)
+                index.name(name, before, part.first_token + (place + 1) * self.block_size)
             before = key
         first = first_block
         for is_new, run in itertools.groupby(names, lambda name: name is not None):
             some = list(run)
             if is_new:
-                message = KeepBlocks(part.part_id, first, words_of([x for x in some if x]))
+                message = Name(part.part_id, first, words_of([x for x in some if x]))
                 self._orders.append(Send(part.holder, message))
             first += len(some)
         return names
@@ -156,7 +157,7 @@ class Stock:
 
     def drop_unseen(self, holder: HolderId, keys: Seq[bytes], num_past: int) -> None:
         """Drop a chain's blocks that no token behind ``num_past`` attends to."""
-        self._drop(holder, drop_unseen(self._indices[holder], keys, num_past, self.window))
+        self._drop(holder, self._indices[holder].drop_unseen(keys, num_past))
 
     def trim(self, num_cached_tokens: int, num_running: int) -> None:
         """Evict blocks that take memory that was never touched before (``FreshMemory``).
@@ -182,7 +183,7 @@ class Stock:
     def forget(self, holder: HolderId, keys: Seq[bytes]) -> None:
         """Let a holder forget blocks that its index has forgotten."""
         if keys:
-            self._orders.append(Send(holder, ForgetBlocks(words_of(keys))))
+            self._orders.append(Send(holder, Forget(words_of(keys))))
 
     # Lower tiers.
 
@@ -208,7 +209,7 @@ class Stock:
         missing = tuple(self._indices[holder].begin_fetch(keys, before, number))
         if missing:
             self.jobs[number] = Job(holder, missing, is_fetch=True)
-            self._fetches.append(Send(holder, FetchBlocks(number, words_of(missing))))
+            self._fetches.append(Send(holder, Fetch(number, words_of(missing))))
 
     def copy_down(self, holder: HolderId, lacking: int, num_blocks: int) -> None:
         """Copy blocks down that are evicted next.
@@ -228,7 +229,7 @@ class Stock:
             keys = tuple([block.key for block in blocks])
             self.jobs[number] = Job(holder, keys, is_fetch=False)
             num_tokens = np.array([block.num_tokens for block in blocks], np.int32)
-            self._orders.append(Send(holder, StoreBlocks(number, words_of(keys), num_tokens)))
+            self._orders.append(Send(holder, Retain(number, words_of(keys), num_tokens)))
 
     def end_job(self, number: int, failed: Seq[bytes], num_bytes: int, seconds: float) -> None:
         """End a job. ``failed``: keys of blocks that could not be moved."""
@@ -289,7 +290,7 @@ class Stock:
             assert found <= moving, "no job moves a block that is moved"
 
     def _empty(self) -> Index:
-        return Index(self.policy, only_ends=self._only_ends, window=self.window.num_tokens)
+        return Index(self.policy, only_ends=self._only_ends, window=self.window)
 
     def _drop(self, holder: HolderId, gone: list[bytes]) -> None:
         self.forget(holder, gone)
@@ -300,7 +301,7 @@ class Stock:
         gone = sorted(keys)
         if gone:
             self._indices[holder].drop_below(gone)
-            self._orders.append(Send(holder, ForgetBlocks(words_of(gone), is_below=True)))
+            self._orders.append(Send(holder, Forget(words_of(gone), is_below=True)))
 
     def _forget_jobs(self, holder: HolderId) -> None:
         self.counts.num_slots -= self._indices[holder].num_slots

@@ -1,89 +1,60 @@
-"""Holders that are lost, and gone on with from a replica; and those that go on
-elsewhere, from a copy.
+"""Lost holders that a replica takes over, and holders that return to a replacement.
 
-Between the loss and the answer of whoever keeps the replica, no step begins:
-those in flight end without the lost holder's rows, and then the neighbour is
-asked what it has of each sequence. It is the same with a holder that leaves, but
-that what is in flight counts.
+Between the loss and the replica's answer no step begins: those in flight end without the lost
+holder's rows, and then the neighbour is asked what it has of each sequence. The same holds for a
+holder that leaves, except that what is in flight counts.
 
-A sequence with parts on several holders goes on with the tokens that all parts
-have together. Holders that have more, of steps that didn't count as well, forget
-it before the sequence goes on.
+A sequence with parts on several holders continues with the tokens that all parts have together.
+Holders that have more of it forget the rest before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
 from fastdecode.core.holders import HolderId, Part, PartId, SequenceId
-from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.holder_states import HolderState
 from fastdecode.schedule.life.endings import Endings
-from fastdecode.schedule.life.events import Extend, Instruction, TakenOver, TakeOver, Truncate
-from fastdecode.schedule.life.grants import Grants
+from fastdecode.schedule.life.events import Ask, TakenOver, TakeOver
 from fastdecode.schedule.life.sequences import (
     PendingAction,
     SequenceRecord,
     SequenceState,
-    SequenceTable,
 )
+from fastdecode.wire.blocks import Extend, Truncate
 
 _UNDER_WAY: Final = HolderState.LEAVING, HolderState.INTERRUPTED, HolderState.ASKED
-"""Meanwhile no step begins."""
 
 
 @dataclass
 class AdoptionCounts:
-    """What has come of all of them."""
-
     num_holders: int = 0
     num_sequences: int = 0
-    """That went on from a replica."""
+    """Sequences that continued from a replica."""
     num_tokens: int = 0
-    """Of those that were cached, and still are."""
+    """Cached tokens that were kept."""
     num_tokens_lost: int = 0
-    """Of those that were cached, and have to be run again."""
+    """Cached tokens that have to be run again."""
 
 
 @dataclass
 class _Resuming:
-    """A sequence that is to go on."""
-
     life: SequenceRecord
     found: dict[PartId, int] = field(default_factory=dict)
-    """Tokens of its parts that were asked for, as far as that was answered."""
+    """Tokens of its parts on the holder, as far as that was answered."""
     num_tokens: int | None = None
-    """With which it goes on, once all has been; all holders are told."""
+    """Tokens with which it continues, once all was answered."""
 
 
 class Adoptions:
-    """Those under way.
+    """Those under way."""
 
-    Args:
-        scheduler: knows the holders' states, and books the tokens that are to be run again.
-        table: all sequences that aren't over.
-        grants: what is open of them.
-        endings: what becomes of those that no replica has.
-        out: what is to be done.
-    """
-
-    def __init__(
-        self,
-        scheduler: ContinuousScheduler,
-        table: SequenceTable,
-        grants: Grants,
-        endings: Endings,
-        out: list[Instruction],
-    ) -> None:
-        self._scheduler = scheduler
-        self._table = table
-        self._grants = grants
-        self._endings = endings
-        self._out = out
-        self._holders = scheduler.ledger.holders
-        self._cache = scheduler.ledger.cache
+    def __init__(self, endings: Endings) -> None:
+        self._endings, self._scheduler = endings, endings.scheduler
+        self._table, self._grants, self._out = endings.table, endings.grants, endings.out
+        self._holders = self._scheduler.ledger.holders
+        self._cache = self._scheduler.ledger.cache
         self._asked: dict[HolderId, list[tuple[SequenceRecord, Part]]] = {}
         self._resuming: dict[SequenceId, _Resuming] = {}
         self.counts = AdoptionCounts()
@@ -94,8 +65,7 @@ class Adoptions:
         )
 
     def begin(self, holder: HolderId) -> None:
-        """A holder is lost, and its replica is to be taken over: nothing new is
-        placed there, and its sequences wait for what the replica has."""
+        """Let the sequences of a lost holder wait for what its replica has."""
         self._holders.move(holder, HolderState.INTERRUPTED)
         self._cache.stock.interrupt(holder)
         self.give_up(holder)
@@ -120,22 +90,26 @@ class Adoptions:
 
     @property
     def about_to_leave(self) -> list[HolderId]:
-        """Holders that leave, and have answered all that they were asked."""
+        """Holders that leave, and owe no answer."""
         leaving = self._holders.having(HolderState.LEAVING)
         return [holder for holder in leaving if not self._grants.is_awaited(holder)]
 
     def give_up(self, holder: HolderId) -> None:
-        """Its replica is lost, too."""
+        """Forget that a replica was asked, which is lost, too."""
         self._asked.pop(holder, None)
 
     def ask(self) -> None:
-        """No step is in flight: whoever keeps the replicas is asked. For a holder
-        that leaves, once it has answered what it was asked."""
+        """Ask the replicas what they have, while no step is in flight."""
         for holder in self.about_to_leave:
             self.begin(holder)
         for holder in self._holders.having(HolderState.INTERRUPTED):
             self._holders.move(holder, HolderState.ASKED)
-            kept = self._asked[holder] = list(self._open_on(holder))
+            kept = self._asked[holder] = [
+                (life, part)
+                for life in self._on(holder)
+                for part in life.opened.values()
+                if part.holder == holder
+            ]
             for life, part in kept:
                 self._grants.ask(life, part)
             counts = tuple(_share(part, life.sequence.num_cached) for life, part in kept)
@@ -143,8 +117,7 @@ class Adoptions:
             self._out.append(TakeOver(holder, tuple(part for _, part in kept), counts, keys))
 
     def end(self, event: TakenOver) -> None:
-        """The holder has answered what it has of each part, in the order in which
-        they were named; and which of the blocks that it kept are lost."""
+        """Take in what a replica has of each part, in the order in which they were named."""
         holder, num_tokens = event.holder, event.num_tokens
         is_open = event.is_home or self._cache.is_awaited(holder)
         self._holders.move(holder, HolderState.OPEN if is_open else HolderState.ADOPTED)
@@ -166,14 +139,12 @@ class Adoptions:
             self.proceed(life)
 
     def _start_again(self, life: SequenceRecord, holder: HolderId) -> None:
-        """A sequence's parts on a holder are lost."""
         self._cache.lose_parts(life.sequence, holder)
         self._grants.lose(life, holder)
         self._endings.recompute(life)
 
     def proceed(self, life: SequenceRecord) -> None:
-        """Something that was asked for a sequence has been answered, or can't
-        be any more: it goes on once all has been."""
+        """Continue a sequence once all that was asked for it has been answered."""
         sequence = life.sequence
         if life.pending is not PendingAction.RECOVER:
             self._resuming.pop(sequence.sequence_id, None)
@@ -190,14 +161,12 @@ class Adoptions:
             self._resume(life, resuming)
 
     def _is_awaited(self, life: SequenceRecord) -> bool:
-        """Whether anybody is still to say what is there of a sequence."""
         assert life.sequence.residence is not None
         awaited = HolderState.INTERRUPTED, HolderState.ASKED
         return any(self._holders[holder] in awaited for holder in life.sequence.residence.holders)
 
     def _cut(self, resuming: _Resuming) -> int:
-        """Have all holders forget what isn't there everywhere. Returns how many
-        tokens are."""
+        """Let all holders forget what not all parts have. Return how many tokens these have."""
         life, found = resuming.life, resuming.found
         sequence, residence = life.sequence, life.sequence.residence
         assert residence is not None
@@ -210,16 +179,18 @@ class Adoptions:
             most = found.get(part.part_id, part.num_tokens)
             if wanted < most:
                 self._grants.ask(life, part)
-                self._out.append(Truncate(part, wanted))
+                self._out.append(Ask(part, Truncate(part.part_id, wanted)))
         return num_tokens
 
     def _resume(self, life: SequenceRecord, resuming: _Resuming) -> None:
-        """A sequence goes on. Its room is asked for anew where a replica is gone
-        on with: it needn't know of all that the lost holder had granted."""
+        """Continue a sequence. A replica may not know of all room that the lost holder had granted,
+        so it is asked again."""
         sequence, num_tokens = life.sequence, resuming.num_tokens
         assert num_tokens is not None and sequence.residence is not None
         self._table.clear_pending(life)
-        self._count(sequence.num_cached, num_tokens)
+        self.counts.num_sequences += 1
+        self.counts.num_tokens += num_tokens
+        self.counts.num_tokens_lost += sequence.num_cached - num_tokens
         self._table.tell(life, f"goes on with {num_tokens} of {sequence.num_cached} tokens")
         self._table.move(life, SequenceState.RUNNING)
         self._table.cache(life, num_tokens)
@@ -228,30 +199,14 @@ class Adoptions:
         for part in sequence.residence.parts:
             if part.part_id in resuming.found:
                 self._grants.ask(life, part)
-                self._out.append(Extend(part))
-
-    def _count(self, num_before: int, num_tokens: int) -> None:
-        self.counts.num_sequences += 1
-        self.counts.num_tokens += num_tokens
-        self.counts.num_tokens_lost += num_before - num_tokens
+                self._out.append(Ask(part, Extend(part.part_id, part.num_tokens)))
 
     def _on(self, holder: HolderId) -> list[SequenceRecord]:
-        """The sequences of which the holder has a part, or had one."""
-        return [life for life in self._table.by_sequence.values() if _is_on(life, holder)]
-
-    def _open_on(self, holder: HolderId) -> Iterator[tuple[SequenceRecord, Part]]:
-        """Parts that the holder has."""
-        for life in self._on(holder):
-            for part in life.opened.values():
-                if part.holder == holder:
-                    yield life, part
-
-
-def _is_on(life: SequenceRecord, holder: HolderId) -> bool:
-    residence = life.sequence.residence
-    return residence is not None and residence.is_on(holder)
+        """Return the sequences of which the holder has a part, or had one."""
+        lives = self._table.by_sequence.values()
+        return [x for x in lives if x.sequence.residence and x.sequence.residence.is_on(holder)]
 
 
 def _share(part: Part, num_tokens: int) -> int:
-    """Of a sequence's first tokens, those that are in a part."""
+    """Count those of a sequence's first tokens that are in a part."""
     return min(max(0, num_tokens - part.first_token), part.num_tokens)

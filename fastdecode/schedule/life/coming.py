@@ -1,7 +1,6 @@
 """Tokens that are drawn, and known only later.
 
-A sequence steps on with a token that is **coming**. If it turns out to be the
-last, that step was for nothing.
+A sequence steps with a token that is **coming**. If that is the last one, the step was in vain.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fastdecode.core.sequence import COMING, Sequence
-from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.endings import Endings
 from fastdecode.schedule.life.events import Drawn
 from fastdecode.schedule.life.handing import Handing
@@ -17,35 +15,18 @@ from fastdecode.schedule.life.sequences import (
     PendingAction,
     SequenceRecord,
     SequenceState,
-    SequenceTable,
 )
 
 
 class ComingTokens:
-    """Takes in what is drawn, or to be known later.
+    """Takes in drawn tokens."""
 
-    Args:
-        scheduler: is told whose last token is coming.
-        table: all sequences that aren't over.
-        endings: what becomes of those whose last token is known.
-        handing: and of those that go on elsewhere.
-    """
-
-    def __init__(
-        self,
-        scheduler: ContinuousScheduler,
-        table: SequenceTable,
-        endings: Endings,
-        handing: Handing,
-    ) -> None:
-        self._handing = handing
-        self._scheduler = scheduler
-        self._table = table
-        self._endings = endings
+    def __init__(self, endings: Endings, handing: Handing) -> None:
+        self._endings, self._handing = endings, handing
+        self._scheduler, self._table = endings.scheduler, endings.table
 
     def expect(self, sequence: Sequence) -> None:
-        """Its token is coming. After its last it doesn't step any more, and
-        nobody needs its cache."""
+        """Note that a sequence's token is coming. After its last one its cache is not needed."""
         life = self._table.by_sequence.get(sequence.sequence_id)
         if life is None or life.pending is not None:
             return
@@ -58,7 +39,7 @@ class ComingTokens:
             self._table.move(life, SequenceState.DONE)
 
     def take_awaited(self, drawn: Iterable[Drawn]) -> None:
-        """Tokens are known of sequences that may have been interrupted since."""
+        """Take tokens that were coming. Their sequences may have been interrupted since."""
         for one in drawn:
             if one.sequence.is_coming:
                 one.sequence.token_ids.pop()
@@ -67,8 +48,7 @@ class ComingTokens:
                     self._take(life, one)
 
     def take_drawn(self, drawn: Iterable[Drawn]) -> None:
-        """A step's tokens are known as it ends. A sequence whose sibling has
-        failed in this very step takes none."""
+        """Take the tokens of an ended step. A sequence whose sibling failed in it takes none."""
         for one in drawn:
             life = self._table.by_sequence.get(one.sequence.sequence_id)
             if life is not None and life.pending is None:

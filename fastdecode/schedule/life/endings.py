@@ -1,15 +1,11 @@
-"""What becomes of sequences: they wait again, are over, or are given up.
-
-A sequence's fate is carried out when it is **at rest** (see
-``fastdecode.schedule.life.lifecycle``).
-"""
+"""How sequences end, or wait again, once they are **at rest** (``PendingAction``)."""
 
 from __future__ import annotations
 
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import FinishReason
 from fastdecode.schedule.continuous import ContinuousScheduler
-from fastdecode.schedule.life.events import Close, Fail, Finish, Instruction
+from fastdecode.schedule.life.events import Ask, Fail, Finish, Instruction
 from fastdecode.schedule.life.grants import Grants
 from fastdecode.schedule.life.sequences import (
     PendingAction,
@@ -17,93 +13,82 @@ from fastdecode.schedule.life.sequences import (
     SequenceState,
     SequenceTable,
 )
+from fastdecode.wire.blocks import Close
 
 
 class Endings:
-    """Carries fates out.
+    """Carries out what is pending for sequences, and has what all of the lifecycle works on."""
 
-    Args:
-        scheduler: is told who waits again, and who is over.
-        table: all sequences that aren't over.
-        grants: what is open of them.
-        out: what is to be done about it.
-    """
-
-    def __init__(
-        self,
-        scheduler: ContinuousScheduler,
-        table: SequenceTable,
-        grants: Grants,
-        out: list[Instruction],
-    ) -> None:
-        self._scheduler = scheduler
-        self._table = table
-        self._grants = grants
-        self._out = out
+    def __init__(self, scheduler: ContinuousScheduler) -> None:
+        self.scheduler = scheduler
+        self.table = SequenceTable()
+        self.grants = Grants()
+        self.out: list[Instruction] = []
+        """Instructions that follow from the present event."""
         self._cache = scheduler.ledger.cache
         self.looks_for_room = False
-        """Some that wait may fit nowhere any more."""
+        """Some waiting sequences may fit nowhere any more."""
         self.was_refused = False
-        """Somebody was, and since then nothing was freed."""
+        """A holder refused room, and nothing was freed since then."""
 
     def finish(self, life: SequenceRecord, reason: FinishReason) -> None:
-        """Its last token is known."""
+        """Finish a sequence whose last token is known."""
         self._cache.answered(life.sequence)
         request_id = life.sequence.request.request_id
-        siblings = self._table.by_request[request_id]
+        siblings = self.table.by_request[request_id]
         siblings.remove(life)
         if not siblings:
-            del self._table.by_request[request_id]
-        self._table.tell(life, f"finished: {reason}")
-        self._out.append(Finish(life.sequence, reason))
-        self._table.set_pending(life, PendingAction.DROP)
+            del self.table.by_request[request_id]
+        self.table.tell(life, f"finished: {reason}")
+        self.out.append(Finish(life.sequence, reason))
+        self.table.set_pending(life, PendingAction.DROP)
         self.settle(life)
 
     def drop(self, request_id: str, error: FastDecodeError | None = None) -> None:
-        """A request ends before its time, all of its sequences with it. None:
-        nobody wants to know."""
+        """End a request, and all of its sequences. ``error``: what its client is told, if any."""
         if error is not None:
-            self._out.append(Fail(request_id, error))
-        for life in self._table.by_request.pop(request_id):
-            self._table.tell(life, "cancelled" if error is None else f"failed: {error}")
-            self._table.set_pending(life, PendingAction.DROP)
+            self.out.append(Fail(request_id, error))
+        for life in self.table.by_request.pop(request_id):
+            self.table.tell(life, "cancelled" if error is None else f"failed: {error}")
+            self.table.set_pending(life, PendingAction.DROP)
             self.settle(life)
 
     def recompute(self, life: SequenceRecord) -> None:
-        """It has to start again."""
+        """Start a sequence again."""
         if life.pending in (None, PendingAction.RECOVER):
-            self._table.set_pending(life, PendingAction.REQUEUE)
-            self._table.counts.num_recomputed += 1
+            self.table.set_pending(life, PendingAction.REQUEUE)
+            self.table.counts.num_recomputed += 1
         self.settle(life)
 
     def settle(self, life: SequenceRecord) -> None:
-        """Carry out what becomes of a sequence, once it is at rest."""
-        if life.pending is PendingAction.RECOVER or not self._table.is_at_rest(life):
+        """Carry out what is pending for a sequence, once it is at rest."""
+        if life.pending is PendingAction.RECOVER or not self.table.is_at_rest(life):
             return
-        if life.sources or life.importing:  # what was to be fetched isn't there, and isn't kept
-            self._table.cache(life, 0)
+        if life.sources or life.importing:  # what was to be fetched is missing, and not cached
+            self.table.cache(life, 0)
         is_closed = life.state is SequenceState.DONE
         if life.pending is PendingAction.DROP:
             if not is_closed:
-                self._scheduler.finish(life.sequence)
+                self.scheduler.finish(life.sequence)
                 self.set_aside(life)
-            self._table.clear_pending(life)
-            self._table.move(life, SequenceState.DONE)
-            del self._table.by_sequence[life.sequence.sequence_id]
+            self.table.clear_pending(life)
+            self.table.move(life, SequenceState.DONE)
+            del self.table.by_sequence[life.sequence.sequence_id]
         else:
-            self._scheduler.requeue(life.sequence, was_over=is_closed)
-            self._table.move(life, SequenceState.REQUEUED)
+            self.scheduler.requeue(life.sequence, was_over=is_closed)
+            self.table.move(life, SequenceState.REQUEUED)
             self.set_aside(life)
-            self._table.clear_pending(life)
+            self.table.clear_pending(life)
             self.looks_for_room = True
 
     def set_aside(self, life: SequenceRecord) -> None:
-        """Close what is open of a sequence, which waits again, or is over."""
-        self._out += self._cache.stock.take_orders()  # of blocks that are still open
-        for part in self._grants.close(life):
-            self._out.append(Close(part, self._cache.stock.take_tail(part.part_id)))
+        """Close what is open of a sequence that waits again, or is over."""
+        self.out += self._cache.stock.take_orders()  # of blocks that are still open
+        for part in self.grants.close(life):
+            tail = (self._cache.stock.take_tail(part.part_id) or b"").hex()
+            self.out.append(Ask(part, Close(part.part_id, tail=tail)))
             self.was_refused = False
-        self._table.cache(life, 0)
+        self.table.cache(life, 0)
         life.sequence.residence = None
         life.stop_awaiting()
         life.sources = ()

@@ -8,9 +8,9 @@ from typing import NamedTuple, TypeAlias
 
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import HolderId, KVSource, Part, PartId
-from fastdecode.core.sequence import NOTHING, FinishReason, Request, Sequence
+from fastdecode.core.sequence import FinishReason, Request, Sequence
 from fastdecode.schedule.plan import Chunk, Send
-from fastdecode.wire.blocks import MoveNews
+from fastdecode.wire.blocks import Close, Extend, MoveNews, Open, Truncate
 
 
 @dataclass(frozen=True)
@@ -22,22 +22,21 @@ class Submitted:
 
 @dataclass(frozen=True)
 class LaneIdle:
-    """No step of the lane is in flight: what comes before its next one? →
-    ``Send``, ``Close``, ``Extend``, ``Open``, ``Fork``, ``Resume``"""
+    """No step of the lane is in flight. Next: ``Send``, ``Ask``."""
 
     lane: int
 
 
 @dataclass(frozen=True)
 class LaneReady:
-    """All answers have been told that are there by now: what runs? → ``Run``, or nothing yet"""
+    """All answers that are there have been taken. Next: ``Run``, or nothing yet."""
 
     lane: int
 
 
 @dataclass(frozen=True)
 class Opened:
-    """The holder has opened or enlarged a part."""
+    """The holder has opened, enlarged or cut a part."""
 
     part_id: PartId
 
@@ -48,27 +47,25 @@ class Refused:
 
     part_id: PartId
     peer: str
-    """Who says so, for people."""
+    """Name of the holder's worker, for logs and errors."""
     code: str
     message: str
 
 
 class Drawn(NamedTuple):
-    """What was drawn for a sequence: a token, or the error that it met. A
-    tuple, since there are many in every step."""
+    """A token drawn for a sequence, or the error that it met. A tuple: a step has many."""
 
     sequence: Sequence
     token_id: int = -1
     finish_reason: FinishReason | None = None
-    """Why it is over, if its text says so; a sequence of its greatest length is over anyway."""
+    """Why it is over, if its text says so. At its greatest length a sequence is over anyway."""
     error: FastDecodeError | None = None
 
 
 @dataclass(frozen=True)
 class StepDone:
-    """The lane's step is over. ``drawn``: for each of its sequences that awaited
-    a token; ``coming``: those whose tokens will be told by ``Came``. They may
-    step before, with ``COMING`` in the token's place."""
+    """The lane's step is over. ``coming``: sequences whose tokens follow with ``Came``. Until then
+    they may step, with ``COMING`` in the token's place."""
 
     lane: int
     drawn: tuple[Drawn, ...]
@@ -77,61 +74,59 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Came:
-    """Tokens are known that were coming; before the next step of any of their
-    sequences is over."""
+    """Tokens are known that were coming, before the next step of their sequences is over."""
 
     drawn: tuple[Drawn, ...]
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A holder is gone, and all that it had. → ``Joined``, later or never"""
+    """A holder is gone, with all that it had. ``Joined`` may follow."""
 
     holder: HolderId
     returns: bool = False
-    """It is sure to come: what is left of it is a holder again."""
+    """``Joined`` is sure to follow: what is left of it becomes a holder again."""
 
 
 @dataclass(frozen=True)
 class Interrupted:
-    """A holder is gone, and another keeps a replica of it, with which its
-    sequences go on. → ``TakeOver``, once no step is in flight"""
+    """A holder is gone, and its sequences continue from a replica. Next: ``TakeOver``, once no step
+    is in flight."""
 
     holder: HolderId
 
 
 @dataclass(frozen=True)
 class Leaving:
-    """A holder that a neighbour has gone on for is to go on in its own place,
-    where a copy of it is. → ``TakeOver``, once no step is in flight"""
+    """A holder that a neighbour took over is to return to a replacement, which has a copy of it.
+    Next: ``TakeOver``, once no step is in flight."""
 
     holder: HolderId
 
 
 @dataclass(frozen=True)
 class TakenOver:
-    """Whoever keeps the replica goes on for the holder."""
+    """The R-worker with the replica serves the holder."""
 
     holder: HolderId
     num_tokens: tuple[int | None, ...]
-    """That each of the parts which were asked for has; None: it isn't there."""
+    """Tokens of each part that was asked for. None if the part is missing."""
     lost: tuple[bytes, ...] = ()
-    """Keys of kept blocks that were asked for, and aren't there."""
+    """Keys of cached blocks that were asked for, and are missing."""
     is_home: bool = False
-    """In the holder's own place, where others may start, too."""
+    """It is a replacement: other sequences may start there, too."""
 
 
 @dataclass(frozen=True)
 class Reopened:
-    """Others may start on a holder that a neighbour goes on for: nowhere else
-    can they."""
+    """Sequences may start on a holder that a neighbour took over: there is no other."""
 
     holder: HolderId
 
 
 @dataclass(frozen=True)
 class Joined:
-    """There is an empty holder in the place of a lost one, of which nothing remembers anything."""
+    """An empty holder replaces a lost one, of which no sequence has a part any more."""
 
     holder: HolderId
     num_blocks: int
@@ -139,15 +134,14 @@ class Joined:
 
 @dataclass(frozen=True)
 class Cancelled:
-    """Nobody wants a request any more."""
+    """The client of a request has cancelled it."""
 
     request_id: str
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A conversation is over that has come to these tokens, the last of which
-    was never run."""
+    """A conversation is over. The last of its tokens was never run."""
 
     token_ids: tuple[int, ...]
     salt: str
@@ -155,7 +149,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Regrouped:
-    """From now on there are so many lanes. No step is in flight."""
+    """The number of lanes changes. No step is in flight."""
 
     num_lanes: int
 
@@ -169,71 +163,28 @@ Event: TypeAlias = "LaneIdle | LaneReady | StepDone | Came | BetweenSteps"
 
 
 @dataclass(frozen=True)
-class Open:
-    """Reserve room for a part. To be answered by ``Opened`` or ``Refused``."""
+class Ask:
+    """Send a part's holder a message, to which a part is a sequence. ``Opened`` or ``Refused``
+    answers all but ``Close``."""
 
     part: Part
+    message: Open | Extend | Truncate | Close
 
-
-@dataclass(frozen=True)
-class Fork:
-    """As ``Open``, with the first tokens of another part on the same holder."""
-
-    part: Part
-    parent: Part
-    num_shared_tokens: int
-
-
-@dataclass(frozen=True)
-class Resume:
-    """As ``Open``, with the first tokens of kept blocks, which may have a gap
-    among them."""
-
-    part: Part
-    keys: tuple[bytes, ...]
-    """Of the blocks that are there."""
-    num_tokens: int
-    """Of the part, up to the end of what they hold, the gap included."""
-    gap: range = NOTHING
-    """Of the part, too."""
-
-
-@dataclass(frozen=True)
-class Extend:
-    """Enlarge an open part. To be answered by ``Opened`` or ``Refused``."""
-
-    part: Part
-
-
-@dataclass(frozen=True)
-class Close:
-    """Free a part."""
-
-    part: Part
-    tail: bytes | None = None
-    """The key by which its last block, which isn't full, is kept."""
-
-
-@dataclass(frozen=True)
-class Truncate:
-    """Forget a part's last tokens. To be answered by ``Opened`` or ``Refused``."""
-
-    part: Part
-    num_tokens: int
-    """That it keeps."""
+    @property
+    def holder(self) -> HolderId:
+        return self.part.holder
 
 
 @dataclass(frozen=True)
 class TakeOver:
-    """A holder that is lost, or leaves, goes on from its copy, with these parts
-    and at most so many tokens of each. To be answered by ``TakenOver``; or
-    ``Lost``."""
+    """Let a copy take over a holder that is lost or leaves, with at most these tokens of each part.
+    Answered by ``TakenOver`` or ``Lost``."""
 
     holder: HolderId
     parts: tuple[Part, ...]
     num_tokens: tuple[int, ...]
     keys: tuple[bytes, ...] = ()
-    """Of the blocks that it kept."""
+    """Keys of the blocks that it had cached."""
 
 
 @dataclass(frozen=True)
@@ -248,24 +199,24 @@ class Pull:
 
 @dataclass(frozen=True)
 class HandOver:
-    """A request's first tokens are drawn, and the prompt may be read where one
-    of its sequences is, until it is cancelled."""
+    """Offer a request's prompt, whose first tokens are drawn. It may be read at one of its
+    sequences until it is cancelled."""
 
     sequence: Sequence
 
 
 @dataclass(frozen=True)
 class HasFetched:
-    """What was offered of a request's prompt is here, or won't be."""
+    """Report that a request's prompt was fetched, or can't be."""
 
     sequence: Sequence
     failed: bool
-    """It couldn't be fetched, and is run again."""
+    """It is run again."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """The lane's next step. To be answered by ``StepDone``."""
+    """Run the lane's next step. Answered by ``StepDone``."""
 
     lane: int
     chunks: tuple[Chunk, ...]
@@ -273,7 +224,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Finish:
-    """A sequence is over."""
+    """End a sequence."""
 
     sequence: Sequence
     reason: FinishReason
@@ -281,13 +232,12 @@ class Finish:
 
 @dataclass(frozen=True)
 class Fail:
-    """A request ends with an error, all of its sequences with it."""
+    """End a request, and all of its sequences, with an error."""
 
     request_id: str
     error: FastDecodeError
 
 
 Instruction: TypeAlias = (
-    "Open | Fork | Resume | Extend | Truncate | Close | Send | TakeOver | Pull | HandOver | "
-    "HasFetched | Run | Finish | Fail"
+    "Ask | Send | TakeOver | Pull | HandOver | HasFetched | Run | Finish | Fail"
 )

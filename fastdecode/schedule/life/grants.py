@@ -18,7 +18,7 @@ class Asked:
     life: SequenceRecord
     part: Part
     is_alone: bool
-    """Nothing of other sequences was open on the holder, or to be opened, when it was asked."""
+    """True if nothing of other sequences was open there, or asked for."""
 
 
 class Grants:
@@ -26,24 +26,19 @@ class Grants:
 
     def __init__(self) -> None:
         self.asked: Final[dict[PartId, Asked]] = {}
-        """Parts of which nothing was heard yet."""
+        """Parts without an answer."""
         self._num_parts: Counter[HolderId] = Counter()  # asked for or open, on each holder
 
-    def __len__(self) -> int:
-        """Parts of which nothing was heard yet."""
-        return len(self.asked)
-
     def awaits(self, holder: HolderId, part_id: PartId) -> bool:
-        """Whether the holder owes an answer about this part."""
+        """Return True if the holder owes an answer about this part."""
         asked = self.asked.get(part_id)
         return asked is not None and asked.part.holder == holder
 
     def is_awaited(self, holder: HolderId) -> bool:
-        """Whether the holder owes any answer about a part."""
+        """Return True if the holder owes any answer about a part."""
         return any(asked.part.holder == holder for asked in self.asked.values())
 
     def ask(self, life: SequenceRecord, part: Part) -> None:
-        """A part is to be opened or enlarged."""
         residence = life.sequence.residence
         assert residence is not None
         own = [one.part_id for one in residence.parts if one.holder == part.holder]
@@ -54,9 +49,8 @@ class Grants:
         life.unanswered.add(part.part_id)
 
     def forget_asked(self, life: SequenceRecord, holder: HolderId) -> bool:
-        """A holder doesn't answer any more what was asked for a sequence.
-        Returns whether all of it is open all the same: it was to be enlarged,
-        if anything."""
+        """Forget what a lost holder was asked for a sequence. Return True if all parts of that are
+        open all the same."""
         residence = life.sequence.residence
         assert residence is not None
         if any(part.part_id not in life.opened for part in residence.parts):
@@ -67,28 +61,27 @@ class Grants:
         return True
 
     def opened(self, part_id: PartId) -> SequenceRecord:
-        """The part is open, or enlarged. Returns whose it is."""
+        """Note that a part is open, or enlarged. Return its sequence."""
         asked = self.asked.pop(part_id)
         asked.life.unanswered.remove(part_id)
         asked.life.opened[part_id] = asked.part
         return asked.life
 
     def refused(self, part_id: PartId) -> Asked:
-        """The part isn't opened, or enlarged."""
         asked = self.asked.pop(part_id)
         asked.life.unanswered.remove(part_id)
         self._num_parts[asked.part.holder] -= part_id not in asked.life.opened
         return asked
 
     def close(self, life: SequenceRecord) -> list[Part]:
-        """All that is open of a sequence isn't any more. Returns what was."""
+        """Forget the open parts of a sequence. Return them."""
         parts = list(life.opened.values())
         life.opened.clear()
         self._num_parts.subtract(part.holder for part in parts)
         return parts
 
     def lose(self, life: SequenceRecord, holder: HolderId) -> bool:
-        """A holder is gone. Returns whether it had a part of the sequence, or was to have one."""
+        """Forget a sequence's parts on a lost holder. Return True if it had any, or was asked."""
         residence = life.sequence.residence
         if residence is None or not residence.is_on(holder):
             return False
@@ -103,7 +96,7 @@ class Grants:
         return True
 
     def check_invariants(self, lives: Iterable[SequenceRecord]) -> None:
-        """Recount everything. ``lives``: of all sequences that aren't over."""
+        """Recount. ``lives``: of all sequences that are not over."""
         every = list(lives)
         assert {i: life for life in every for i in life.unanswered} == {
             i: one.life for i, one in self.asked.items()

@@ -13,15 +13,12 @@ from typing import Final
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId, PartId
-from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.endings import Endings
-from fastdecode.schedule.life.events import HandOver, HasFetched, Instruction, Pull
-from fastdecode.schedule.life.grants import Grants
+from fastdecode.schedule.life.events import HandOver, HasFetched, Pull
 from fastdecode.schedule.life.sequences import (
     PendingAction,
     SequenceRecord,
     SequenceState,
-    SequenceTable,
 )
 from fastdecode.wire.blocks import Pulled
 
@@ -30,29 +27,11 @@ HANDED_OVER_LOST: Final = "handed_over_lost"
 
 
 class Handing:
-    """Both kinds.
+    """Both kinds."""
 
-    Args:
-        scheduler: is told who is parked, and whose tokens are there.
-        table: all sequences that aren't over.
-        grants: what is open of them.
-        endings: what becomes of those that aren't needed, or can't be had.
-        out: what is to be done.
-    """
-
-    def __init__(
-        self,
-        scheduler: ContinuousScheduler,
-        table: SequenceTable,
-        grants: Grants,
-        endings: Endings,
-        out: list[Instruction],
-    ) -> None:
-        self._scheduler = scheduler
-        self._table = table
-        self._grants = grants
-        self._endings = endings
-        self._out = out
+    def __init__(self, endings: Endings) -> None:
+        self._endings, self._scheduler = endings, endings.scheduler
+        self._table, self._grants, self._out = endings.table, endings.grants, endings.out
         self._pulling: dict[PartId, SequenceRecord] = {}
         self._failed: set[str] = set()
         """Requests of whose prompts a part couldn't be fetched."""

@@ -1,11 +1,8 @@
-"""What happens to sequences, and what follows: for the engine, the simulator and
-tests.
+"""What happens to sequences, and what follows: for the engine, the simulator and tests.
 
-Nothing here waits, sends, or computes: ``handle`` takes an event and gives the
-instructions that follow from it, to be carried out in their order. A
-``Lifecycle`` owns the scheduler, and it alone writes a sequence's tokens, how
-many of them are cached, and where. The states of sequences, and what is pending
-for them, are in ``fastdecode.schedule.life.sequences``.
+Nothing here waits, sends, or computes: ``handle`` takes an event and returns the instructions that
+follow, in order. A ``Lifecycle`` owns the scheduler, and it alone writes a sequence's tokens, how
+many of them are cached, and where. States are in ``fastdecode.schedule.life.sequences``.
 """
 
 from __future__ import annotations
@@ -22,12 +19,12 @@ from fastdecode.schedule.life.adoption import Adoptions
 from fastdecode.schedule.life.coming import ComingTokens
 from fastdecode.schedule.life.endings import Endings
 from fastdecode.schedule.life.events import (
+    Ask,
     BetweenSteps,
     Came,
     Cancelled,
     Ended,
     Event,
-    Extend,
     Instruction,
     Interrupted,
     Joined,
@@ -44,18 +41,16 @@ from fastdecode.schedule.life.events import (
     Submitted,
     TakenOver,
 )
-from fastdecode.schedule.life.grants import Grants
 from fastdecode.schedule.life.handing import Handing
-from fastdecode.schedule.life.restores import Restores
-from fastdecode.schedule.life.sequences import PendingAction, SequenceState, SequenceTable
+from fastdecode.schedule.life.sequences import PendingAction, SequenceState
 from fastdecode.schedule.life.starting import Starting
 from fastdecode.schedule.plan import Chunk
-from fastdecode.wire.blocks import Fetching, Moved, Pulled, Stocked, keys_of
+from fastdecode.wire.blocks import Done, Extend, Inventory, Progress, Pulled, keys_of
 
 logger = logging.getLogger(__name__)
 
 NOT_KEPT: Final = "not_kept"
-"""Code of why a request is refused whose prompt was to be kept."""
+"""Error code of a request that only a cached prompt could serve."""
 _NO_ROOM: Final = "its R-worker was lost, and no R-worker that is left has room for it"
 
 
@@ -64,29 +59,20 @@ class Lifecycle:
 
     Args:
         scheduler: decides who starts where, and what runs.
-        joins_early: sequences step while blocks with which they start are
-            still coming.
+        joins_early: sequences step while blocks with which they start are still fetched.
     """
 
     def __init__(self, scheduler: ContinuousScheduler, *, joins_early: bool = True) -> None:
         self.scheduler = scheduler
         self.holders: Final = scheduler.ledger.holders
-        """The state of each."""
-        self.sequences = SequenceTable()
-        self.grants = Grants()
-        self._out: list[Instruction] = []
-        self.endings = Endings(scheduler, self.sequences, self.grants, self._out)
-        """What becomes of sequences."""
-        self.adoptions = Adoptions(scheduler, self.sequences, self.grants, self.endings, self._out)
-        """Lost holders that are gone on with from replicas; meanwhile no step begins."""
-        self.handing = Handing(scheduler, self.sequences, self.grants, self.endings, self._out)
-        """Sequences that go on elsewhere, or come from there."""
-        self._coming = ComingTokens(scheduler, self.sequences, self.endings, self.handing)
-        self.starting = Starting(
-            Restores(scheduler.ledger.cache.stock, joins_early=joins_early),
-            *(self.sequences, self.grants, self.endings, self.handing, self._out),
-        )
-        """What sequences begin with."""
+        self.endings = Endings(scheduler)
+        self.sequences, self.grants = self.endings.table, self.endings.grants
+        self._out = self.endings.out
+        self.adoptions = Adoptions(self.endings)
+        """While any is under way no step begins."""
+        self.handing = Handing(self.endings)
+        self._coming = ComingTokens(self.endings, self.handing)
+        self.starting = Starting(self.endings, self.handing, joins_early=joins_early)
         self._flying: dict[int, tuple[Chunk, ...]] = {}  # by lane
         self._cache = scheduler.ledger.cache
         self.keeps_blocks: Final = self._cache.chains.are_on
@@ -94,11 +80,10 @@ class Lifecycle:
         self._fails_over = False  # some holder was lost that has a replica
 
     def handle(self, event: Event) -> list[Instruction]:
-        """What is to be done now that this has happened.
+        """Return the instructions that follow from an event.
 
         Raises:
-            CapacityError: a submitted request could never fit; nothing was
-                queued.
+            CapacityError: If a submitted request could never fit. It is not queued then.
         """
         match event:
             case StepDone():
@@ -123,7 +108,7 @@ class Lifecycle:
         return instructions
 
     def _take(self, event: BetweenSteps) -> None:
-        """An event that is no part of a lane's step."""
+        """Take an event that is no part of a lane's step."""
         match event:
             case Opened():
                 self._opened(event.part_id)
@@ -140,12 +125,12 @@ class Lifecycle:
             case Cancelled():
                 self.endings.drop(event.request_id)
             case Ended():
-                self._cache.turns.end_conversation(event.token_ids, event.salt)
-            case Fetching() | Moved():
+                self._cache.end_conversation(event.token_ids, event.salt)
+            case Progress() | Done():
                 self.starting.hear(event)
             case Pulled():
                 self.handing.pulled(event)
-            case Stocked():
+            case Inventory():
                 blocks = dict(zip(keys_of(event.keys), event.num_tokens.tolist(), strict=True))
                 self._cache.stock.stocked(HolderId(event.holder), event.num_slots, blocks)
             case Regrouped():
@@ -155,10 +140,7 @@ class Lifecycle:
                 assert_never(event)
 
     def _check_kept(self, sequence: Sequence) -> None:
-        """
-        Raises:
-            CapacityError: more than a block's tokens of its prompt would have to run.
-        """
+        """Raise CapacityError if more than a block's tokens of its prompt would have to run."""
         sizes = self.scheduler.ledger.shape.sizes(sequence.max_cached_tokens)
         wholes = [x for x in self._cache.reuses(sequence, sizes) if not (x.gap or x.first_token)]
         num_kept = max([reuse.num_tokens for reuse in wholes], default=0)
@@ -168,16 +150,15 @@ class Lifecycle:
             )
 
     def _ask_adopters(self) -> None:
-        """No step is in flight: ask the R-workers that take holders over what they have."""
+        """Ask the R-workers that take holders over what they have, while no step is in flight."""
         for holder in self.adoptions.about_to_leave:
             self.handing.interrupt(holder)  # what it exports or imports doesn't move with it
         self.adoptions.ask()
-        self.starting.restores.forget_lost()
+        self.starting.forget_lost()
 
     def _about_holder(
         self, event: Lost | Interrupted | Leaving | TakenOver | Reopened | Joined
     ) -> None:
-        """Somebody is gone, or there, or goes on for another."""
         match event:
             case Lost():
                 self._lost(event)
@@ -203,12 +184,11 @@ class Lifecycle:
             for request_id in _unplaceable(self.scheduler):
                 self.endings.drop(request_id, WorkerError(_NO_ROOM))
         plan = self.scheduler.plan(lane, may_start=not (self.endings.was_refused and self._flying))
-        # Before anything is closed, since it may be kept, and opened, since it
-        # may need the room.
+        # Before a part is closed, which may be cached, or opened, which may need the room.
         if self.keeps_blocks:
             self._out += self._cache.stock.take_orders()
-        for suspend in plan.suspends:
-            life = self.sequences.by_sequence[suspend.sequence.sequence_id]
+        for sequence in plan.suspends:
+            life = self.sequences.by_sequence[sequence.sequence_id]
             self.sequences.counts.num_suspended += 1
             self.sequences.tell(life, "suspended")
             self.sequences.move(life, SequenceState.REQUEUED)
@@ -217,7 +197,7 @@ class Lifecycle:
             grow.sequence.residence = grow.residence
             part = grow.residence.parts[-1]
             self.grants.ask(self.sequences.by_sequence[grow.sequence.sequence_id], part)
-            self._out.append(Extend(part))
+            self._out.append(Ask(part, Extend(part.part_id, part.num_tokens)))
         if self.keeps_blocks:
             self._out += self._cache.stock.take_fetches()
         for start in plan.starts:
@@ -228,12 +208,12 @@ class Lifecycle:
             self._tend_blocks(lane)
 
     def _tend_blocks(self, lane: int) -> None:
-        """A step was planned: forget the blocks whose memory it may need, and move others."""
+        """Evict blocks whose memory a planned step may need, and move others."""
         flying = sum([chunk.num_tokens for chunks in self._flying.values() for chunk in chunks])
         coming = self.scheduler.lanes[lane].num_next_tokens
         num_tokens = self.sequences.num_cached_tokens + flying + coming
         self._cache.stock.trim(num_tokens, self.scheduler.num_running)
-        self.scheduler.move_ahead()
+        self.scheduler.ledger.move_ahead(self.scheduler.waiting)
 
     def _run(self, lane: int) -> None:
         chunks = self.scheduler.chunks(lane)
@@ -244,7 +224,7 @@ class Lifecycle:
             )
             self._out.append(Run(lane, chunks))
             if self.keeps_blocks:
-                self.starting.restores.begin_step(lane, chunks)
+                self.starting.begin_step(lane, chunks)
 
     def _opened(self, part_id: PartId) -> None:
         life = self.grants.opened(part_id)
@@ -258,15 +238,12 @@ class Lifecycle:
             self.sequences.tell(life, "running")
 
     def _refused(self, event: Refused) -> None:
-        """A holder has less room than it said. The sequence waits until there
-        is some, or has failed if there never will be: if nothing of ours took
-        room there when it was asked, nothing that ends makes any."""
+        """Let a sequence wait for room that a holder lacks, or fail. It fails if no other sequence
+        took room there when it was asked: none that ends makes any."""
         asked = self.grants.refused(event.part_id)
         life, part = asked.life, asked.part
         self.sequences.tell(life, f"refused by {event.peer}: {event.message}")
-        if (
-            life.pending is PendingAction.RECOVER
-        ):  # a holder can't be cut back, or enlarged, any more
+        if life.pending is PendingAction.RECOVER:  # a part can't be cut, or enlarged, any more
             self.endings.recompute(life)
             self.adoptions.proceed(life)
             return
@@ -290,7 +267,7 @@ class Lifecycle:
         lives = self.sequences
         del lives.flying[event.lane]
         if self.keeps_blocks:
-            self.starting.restores.end_step(event.lane)
+            self.starting.end_step(event.lane)
         chunks = self._flying.pop(event.lane)
         cache = self._cache
         for chunk in lives.wanted(chunks):
@@ -313,7 +290,7 @@ class Lifecycle:
         holder = lost.holder
         self.adoptions.give_up(holder)
         self.scheduler.ledger.lose(holder, returns=lost.returns)
-        self.starting.restores.forget_lost()
+        self.starting.forget_lost()
         self.endings.looks_for_room = True
         for life in list(self.sequences.by_sequence.values()):
             if self.grants.lose(life, holder):
@@ -325,33 +302,32 @@ class Lifecycle:
         self.handing.forget()
 
     def stepped(self, num_prompt_tokens: int, seconds: float, idle_s: float = 0.0) -> None:
-        """A step has taken so long, in which so many tokens of prompts ran; where
-        ``keeps_blocks``.
+        """Note the time of a step, where ``keeps_blocks``.
 
         Args:
-            idle_s: of that, nobody computed.
+            num_prompt_tokens: tokens of prompts that ran in it.
+            idle_s: time of it without computation.
         """
         stock = self._cache.stock
         if not stock.has_lower:
             return
-        if self.starting.restores.was_beside:
+        if self.starting.was_beside:
             stock.rates.stepped_beside(num_prompt_tokens, max(0.0, seconds - idle_s))
         else:
             stock.rates.stepped(num_prompt_tokens, seconds)
 
     @property
     def is_owed(self) -> bool:
-        """Whether an answer about a room is owed, or a holder is being taken over."""
+        """True if an answer about a room is owed, or a holder is being taken over."""
         is_awaited = self.grants.asked or (self._fails_over and self.adoptions)
         return bool(is_awaited) or (self.keeps_blocks and self.is_moving)
 
     @property
     def is_moving(self) -> bool:
-        """Whether somebody may have to wait for what is moved between tiers."""
+        """True if a sequence may have to wait for a block that is moved between tiers."""
         return bool(self._cache.stock.jobs) and bool(self.sequences.by_sequence)
 
     def check_invariants(self) -> None:
-        """Recount everything."""
         self.scheduler.check_invariants()
         self.grants.check_invariants(self.sequences.by_sequence.values())
         self.sequences.check_invariants(
@@ -360,7 +336,7 @@ class Lifecycle:
 
 
 def _unplaceable(scheduler: ContinuousScheduler) -> list[str]:
-    """The requests that wait, and that no holder that is left has room for."""
+    """Return the waiting requests for which no holder that is left has room."""
     capacity = scheduler.ledger.capacity
     unplaceable = [s for s in scheduler.waiting if not capacity.is_possible(s.max_cached_tokens)]
     return list(dict.fromkeys(sequence.request.request_id for sequence in unplaceable))

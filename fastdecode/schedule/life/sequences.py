@@ -91,15 +91,14 @@ class SequenceRecord:
     longest: int
     """Tokens that it may come to."""
     lane: int = 0
-    """In which it starts."""
+    """The lane in which it starts."""
     state: SequenceState = SequenceState.WAITING
     """Changed by ``SequenceTable.move`` alone."""
     pending: PendingAction | None = None
     opened: dict[PartId, Part] = field(default_factory=dict)
     unanswered: set[PartId] = field(default_factory=set)
     fetching: Start | None = None
-    """As which it starts, or has started, while blocks are coming with which it
-    does."""
+    """How it starts, or has started, while blocks of it are fetched."""
     awaits: set[int] = field(default_factory=set)
     """Jobs that fetch them."""
     sources: tuple[KVSource, ...] = ()
@@ -113,62 +112,45 @@ class SequenceRecord:
         self.awaits.clear()
 
 
-class Stories:
-    """What has happened to sequences, as far as that is remembered."""
-
-    def __init__(self) -> None:
-        self._told: deque[tuple[SequenceId, str]] = deque(maxlen=_STORY_LENGTH)
-
-    def add(self, sequence_id: SequenceId, what: str) -> None:
-        self._told.append((sequence_id, what))
-
-    def __getitem__(self, sequence_id: SequenceId) -> list[str]:
-        """Of a sequence, in order; also of one that is over."""
-        return [what for i, what in self._told if i == sequence_id]
-
-
 @dataclass
 class SequenceCounts:
     """What has happened to sequences, in numbers."""
 
     num_cached_prompt_tokens: int = 0
-    """Tokens that sequences started with, and others had run: a prompt's, and
-    those of recomputed ones."""
+    """Tokens that sequences started with, and others had run."""
     num_gap_tokens: int = 0
-    """Tokens that were run again since their blocks had been given up, with kept
-    ones behind them."""
+    """Tokens that were run again, since cached blocks behind them were left."""
     num_recomputed: int = 0
-    """Sequences that were started again: their R-worker was lost, or is doubted."""
+    """Sequences that started again: their R-worker was lost, or is doubted."""
     num_suspended: int = 0
-    """Sequences whose blocks were taken back for others, to be recomputed later."""
+    """Sequences that gave their blocks to others, to be recomputed."""
 
 
 class SequenceTable:
-    """Every sequence that isn't over: its state, what was asked for it, and what is pending."""
+    """Every sequence that is not over."""
 
     def __init__(self) -> None:
         self.counts = SequenceCounts()
         self.num_cached_tokens = 0
-        """The load W: of all sequences."""
+        """The load W, of all sequences."""
         self.by_sequence: dict[SequenceId, SequenceRecord] = {}
         self.by_request: dict[str, list[SequenceRecord]] = {}
-        """Of requests that aren't over."""
         self.flying: dict[int, frozenset[SequenceId]] = {}
-        """By lane: those whose step is in flight."""
+        """Sequences whose step is in flight, by lane."""
         self.num_pending = 0
-        """Sequences of which it isn't carried out yet what becomes of them."""
+        """Sequences with a pending action."""
         self._sequence_ids = map(SequenceId, itertools.count())
-        self.stories = Stories()
+        self._stories: deque[tuple[SequenceId, str]] = deque(maxlen=_STORY_LENGTH)
 
     def make(self, request: Request) -> list[Sequence]:
-        """A request's sequences, which are no part of the books yet."""
+        """Make a request's sequences, not added yet."""
         return [
             Sequence.of(next(self._sequence_ids), request, index)
             for index in range(request.params.n)
         ]
 
     def add(self, request: Request, sequences: Iterable[Sequence]) -> None:
-        """A request has been queued."""
+        """Add the sequences of a queued request."""
         assert request.request_id not in self.by_request, (
             "request ids are unique among the unfinished"
         )
@@ -179,60 +161,53 @@ class SequenceTable:
             self.tell(life, f"submitted, {life.sequence.num_prompt_tokens} tokens")
 
     def is_at_rest(self, life: SequenceRecord) -> bool:
-        """Whether no step of it is in flight, and all that was asked for it is answered."""
+        """Return True if no step of it is in flight, and all that was asked for it is answered."""
         flies = any(life.sequence.sequence_id in flying for flying in self.flying.values())
         return not flies and not life.unanswered
 
     def set_pending(self, life: SequenceRecord, action: PendingAction) -> None:
-        """That becomes of it."""
         self.num_pending += life.pending is None
         life.pending = action
 
     def clear_pending(self, life: SequenceRecord) -> None:
-        """What was to become of it has."""
         self.num_pending -= 1
         life.pending = None
 
     def move(self, life: SequenceRecord, state: SequenceState) -> None:
-        """Change a sequence's state.
-
-        Raises:
-            AssertionError: it can't go there from where it is.
-        """
+        """Change a sequence's state, which ``TRANSITIONS`` has to allow."""
         is_known = state is life.state or state in TRANSITIONS[life.state]
         assert is_known, f"a sequence that is {life.state.value} can't be {state.value}"
         life.state = state
 
     def cache(self, life: SequenceRecord, num_cached: int, behind_gap: range = NOTHING) -> None:
-        """So many of the sequence's leading tokens are cached from now on, and
-        these, which have a gap before them."""
+        """Set how many leading tokens of a sequence are cached, and which behind a gap."""
         sequence = life.sequence
         self.num_cached_tokens -= sequence.num_present
         sequence.num_cached, sequence.behind_gap = num_cached, behind_gap
         self.num_cached_tokens += sequence.num_present
 
     def tell(self, life: SequenceRecord, what: str) -> None:
-        """Remember what has happened."""
-        self.stories.add(life.sequence.sequence_id, what)
+        """Remember what has happened to a sequence."""
+        self._stories.append((life.sequence.sequence_id, what))
+
+    def story(self, sequence_id: SequenceId) -> list[str]:
+        """Return what has happened to a sequence, also to one that is over."""
+        return [what for i, what in self._stories if i == sequence_id]
 
     def state(self, sequence_id: SequenceId) -> SequenceState:
-        """Where a sequence is in its life; also one that is over."""
+        """Return a sequence's state, also of one that is over."""
         life = self.by_sequence.get(sequence_id)
         return SequenceState.DONE if life is None else life.state
 
     def wanted(self, chunks: Seq[Chunk]) -> Seq[Chunk]:
-        """Of a step's chunks those that count: their sequences weren't
-        cancelled, nor did they lose a part."""
+        """Return a step's chunks that count: nothing is pending for their sequences."""
         if not self.num_pending:
             return chunks
-        return [
-            chunk
-            for chunk in chunks
-            if self.by_sequence[chunk.sequence.sequence_id].pending is None
-        ]
+        lives = self.by_sequence
+        return [x for x in chunks if lives[x.sequence.sequence_id].pending is None]
 
     def awaiting(self, chunks: Seq[Chunk]) -> Seq[Chunk]:
-        """Of a step that is over, those whose tokens are coming, and wanted."""
+        """Return the chunks of an ended step whose tokens are coming, and wanted."""
         return [
             chunk
             for chunk in chunks
@@ -242,16 +217,15 @@ class SequenceTable:
         ]
 
     def is_on(self, holder: HolderId) -> bool:
-        """Whether any sequence still remembers the holder."""
+        """Return True if any sequence has a part on the holder."""
         residences = (life.sequence.residence for life in self.by_sequence.values())
         return any(residence is not None and residence.is_on(holder) for residence in residences)
 
     def of_request(self, request_id: str) -> list[Sequence]:
-        """Those of a request that aren't over."""
         return [life.sequence for life in self.by_request.get(request_id, ())]
 
     def untouched_requests(self) -> list[str]:
-        """Those of which nothing runs, and nothing was drawn yet."""
+        """Return the requests of which nothing runs, and nothing was drawn yet."""
         return [
             request_id
             for request_id, lives in self.by_request.items()

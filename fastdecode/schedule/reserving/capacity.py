@@ -1,5 +1,4 @@
-"""What holders could hold if they were empty: the shapes in which sequences lie
-on them, and how many blocks each has."""
+"""What empty holders could hold: in which parts sequences are stored, and blocks of each holder."""
 
 from __future__ import annotations
 
@@ -13,34 +12,27 @@ from fastdecode.schedule.holder_states import HolderStates
 
 @dataclass(frozen=True)
 class PartShape:
-    """How sequences lie on holders: in blocks and, where they are long, in parts."""
+    """How sequences are stored: in blocks and, where they are long, in parts."""
 
     block_size: int
-    """Tokens in a block."""
     part_tokens: int | None = None
-    """Of every part but a sequence's last; a multiple of ``block_size``. None:
-    every sequence is whole."""
+    """Tokens of every part but a sequence's last, a multiple of ``block_size``. None if every
+    sequence is whole."""
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of ``num_tokens`` cached tokens fills; a
-        sequence always takes one."""
+        """Count the blocks that cached tokens fill. A sequence always takes one."""
         return max(1, -(-num_tokens // self.block_size))
 
     def sizes(self, num_tokens: int) -> tuple[int, ...]:
-        """Tokens of each part of a sequence of ``num_tokens``; a whole sequence is a part."""
+        """Return the tokens of each part of a sequence. A whole sequence is one part."""
         if self.part_tokens is None or num_tokens <= self.part_tokens:
             return (num_tokens,)
         num_full, rest = divmod(num_tokens, self.part_tokens)
         return (self.part_tokens,) * num_full + ((rest,) if rest else ())
 
     def most_blocks(self, capacities: Seq[int]) -> int:
-        """Of the longest sequence that empty holders hold: as many full parts
-        as there is room for, and a last one in the largest room that these
-        leave.
-
-        Args:
-            capacities: blocks of each holder.
-        """
+        """Count the blocks of the longest sequence that empty holders of these blocks hold,
+        in full parts and a last one in the largest room that these leave."""
         if self.part_tokens is None:
             return max(capacities, default=0)
         full = self.part_tokens // self.block_size
@@ -48,7 +40,7 @@ class PartShape:
         return sum(c // full for c in capacities) * full + max(rests, default=0)
 
     def most_parts(self, capacities: Seq[int], max_closed_parts: int) -> int:
-        """Of any sequence: as many closed ones as holders may have, and a last one."""
+        """Count the parts of a sequence at most: the closed ones that holders may have, and one."""
         if self.part_tokens is None:
             return 1
         full = self.part_tokens // self.block_size
@@ -56,15 +48,14 @@ class PartShape:
 
 
 class Capacity:
-    """Of all holders, those that are lost included.
+    """Blocks of all holders, also of lost ones.
 
     Args:
         holders: their states.
-        blocks: of each holder.
-        shape: in which sequences lie on them.
-        max_closed_parts: most closed parts, all but the last of each sequence,
-            on one holder.
-        device: a holder that has whole sequences only; None: there is none.
+        blocks: blocks of each holder.
+        shape: how sequences are stored on them.
+        max_closed_parts: most closed parts, all but the last of each sequence, on one holder.
+        device: a holder of whole sequences only. None if there is none.
     """
 
     def __init__(
@@ -82,20 +73,17 @@ class Capacity:
         self._max_closed_parts = max_closed_parts
 
     def blocks(self, holder: HolderId) -> int:
-        """That a holder has, or had."""
+        """Return the blocks that a holder has, or had."""
         return self._blocks[holder]
 
     def tokens(self, holder: HolderId) -> int:
-        """That fill them."""
         return self._blocks[holder] * self._shape.block_size
 
     def regain(self, holder: HolderId, num_blocks: int) -> None:
-        """A replacement of a lost holder has so many blocks."""
         self._blocks[holder] = num_blocks
 
     def is_possible(self, num_tokens: int) -> bool:
-        """Whether holders, were they empty, could hold a sequence of ``num_tokens``
-        tokens: all but lost ones that may not come back."""
+        """Return True if empty holders could hold a sequence. Lost ones count if they return."""
         try:
             self.check_possible(num_tokens)
         except CapacityError:
@@ -103,7 +91,7 @@ class Capacity:
         return True
 
     def check_possible(self, num_tokens: int) -> None:
-        """Raises CapacityError unless ``is_possible``."""
+        """Raise CapacityError unless ``is_possible``."""
         shape, holders = self._shape, self._holders
         sizes = shape.sizes(num_tokens)
         no_part = self._device if len(sizes) > 1 else None

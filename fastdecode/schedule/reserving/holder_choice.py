@@ -1,4 +1,4 @@
-"""Which holders are for which lane, where not all are for all."""
+"""Which holders are for which lane."""
 
 from __future__ import annotations
 
@@ -15,32 +15,29 @@ class HolderChoice(Protocol):
     def among(
         self, lane: int, sequence: Sequence, tiers: Seq[Seq[HolderId]]
     ) -> Seq[list[HolderId]]:
-        """Of the holders that have room for a sequence, those where it may
-        start in this lane."""
+        """Return those of the holders with room where a sequence may start in this lane."""
 
     def alike(self, holder: HolderId, present: Seq[HolderId]) -> Seq[HolderId]:
-        """The holders on which a lane's sequences could be in place of this one."""
+        """Return the holders on which a lane's sequences could be in place of this one."""
 
     def started(self, sequence: Sequence, residence: Residence) -> None:
-        """A sequence starts there."""
+        """Note where a sequence starts."""
 
 
 class OwnHolders:
-    """Each lane has a holder of its own, of the lane's number."""
+    """Each lane has a holder of its own, which has the lane's number."""
 
     def of_lane(self, lane: int, capacity: tuple[int, ...]) -> tuple[int, ...]:
-        """Tokens that each holder has room for, of this lane's sequences."""
+        """Return the tokens that each holder has room for, of this lane's sequences."""
         return tuple(tokens if holder == lane else 0 for holder, tokens in enumerate(capacity))
 
     def among(
         self, lane: int, sequence: Sequence, tiers: Seq[Seq[HolderId]]
     ) -> list[list[HolderId]]:
-        """See ``HolderChoice``."""
         return [[holder for holder in tier if holder == lane] for tier in tiers]
 
     def alike(self, holder: HolderId, present: Seq[HolderId]) -> Seq[HolderId]:
-        """See ``HolderChoice``."""
         return [holder]
 
     def started(self, sequence: Sequence, residence: Residence) -> None:
-        """See ``HolderChoice``."""
+        pass

@@ -1,11 +1,9 @@
-"""Running sequences that have come to the end of what was forecast for them:
-they go on, others may have to wait.
+"""Running sequences that outgrow what was forecast for them.
 
-A sequence reserves blocks for the length that is forecast for it. If it gets
-longer, it reserves more, and if there is no more, the sequences of its lane
-that arrived last are suspended to make room: their blocks are freed, their
-tokens kept, and they go back to their place in the queue, to be recomputed.
-Where forecasts are upper bounds, nobody is suspended.
+A sequence reserves blocks for the length that is forecast for it. If it gets longer, it reserves
+more. If there is no more, the latest arrivals of its lane are suspended: their blocks are freed,
+and they return to their places in the queue, to be recomputed. Where forecasts are upper bounds,
+no sequence is suspended.
 """
 
 from __future__ import annotations
@@ -19,20 +17,14 @@ from fastdecode.schedule.running import Lane, RunningSequence, arrival, cached_a
 
 
 class Outgrown:
-    """Sees to it that every sequence of a lane can cache one more token.
-
-    Args:
-        ledger: counts what is reserved.
-        lengths: forecasts anew.
-    """
+    """Makes room for one more token of every sequence of a lane."""
 
     def __init__(self, ledger: BlockLedger, lengths: LengthPredictor) -> None:
         self._ledger = ledger
         self._lengths = lengths
 
     def make_room(self, lane: Lane) -> tuple[list[Grow], list[RunningSequence]]:
-        """Those that arrived first come first. Returns who is enlarged, and who
-        has left the lane for it."""
+        """Serve sequences in order of arrival. Return which grow, and which are suspended."""
         grows: list[Grow] = []
         suspended: list[RunningSequence] = []
         for run in sorted(lane.outgrown, key=arrival):
@@ -53,12 +45,10 @@ class Outgrown:
         return grows, suspended
 
     def _enlarge(self, lane: Lane, run: RunningSequence) -> tuple[int, list[RunningSequence]]:
-        """Reserve more for a sequence: what is forecast, or just the next
-        block. Not for split ones, which have reserved all.
+        """Reserve more for a whole sequence: what is forecast, or just the next block.
 
         Returns:
-            What it has room for then, and those suspended for it; 0 if the
-            sequence itself is the last of them.
+            Tokens that it has room for then, 0 if it is suspended itself, and those suspended.
         """
         (part,) = run.residence.parts
         suspended: list[RunningSequence] = []
@@ -78,7 +68,7 @@ class Outgrown:
         return 0, suspended
 
     def _grow(self, run: RunningSequence, part: Part) -> int:
-        """What it has room for from now on; 0 if there is no more."""
+        """Return the tokens that it has room for then, 0 if there is no more."""
         sequence = run.sequence
         shape = self._ledger.shape
         next_block = shape.block_size * shape.blocks_for(sequence.num_cached + 1)

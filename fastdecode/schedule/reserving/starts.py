@@ -1,10 +1,8 @@
-"""How a waiting sequence would start: as what fork, in which chunks, on which
-holders, with what load.
+"""How a waiting sequence would start: as which fork, in which chunks, on which holders.
 
-A sequence that may need several parts starts when all of them have room for all
-that it may ever need, whatever is forecast. Where the parts are says how long
-chunks may be, and the number of chunks how much load is when: so places, chunks
-and load of a split sequence are settled in two rounds.
+A sequence that may need several parts starts when all of them have room for all that it may ever
+need, whatever is forecast. Chunks depend on where the parts are, and the load on the number of
+chunks: places, chunks and load of a split sequence are settled in two rounds.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from fastdecode.core.holders import HolderId, PartId, Residence, new_residence, num_offered
+from fastdecode.core.holders import HolderId, PartId, new_residence, num_offered
 from fastdecode.core.sequence import NOTHING, Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.cache.reuse import Reuse
@@ -26,8 +24,8 @@ from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.running import Lane, RunningSequence, cached_at_end
 
 _TOKENS_A_TOKEN = 4
-"""To spare a holder's neighbour so many cached tokens more than others have is
-worth running one token of a prompt again."""
+"""Cached tokens by which a holder may be busier than others for each token of a prompt that it
+spares."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +38,17 @@ class Wish:
     may_grow_to: tuple[int, ...]
     """Tokens that each may have in the end."""
     ahead: int
-    """Steps until then; 0 is the one that is being planned."""
+    """Steps until then. 0 for the one that is planned."""
     parent: RunningSequence | None = None
     reuse: Reuse | None = None
-    """The kept blocks that it starts with, if it is no fork."""
+    """The cached blocks that it starts with, if it is no fork."""
     num_shared: int = 0
-    """Tokens that it needn't run, since its parent has them, or they are kept."""
+    """Tokens that its parent has, or cached blocks."""
     first_token: int = 0
-    """Those before it are in none of its parts: no layer sees them any more."""
+    """First token of its first part. No layer sees those before."""
 
     def without(self, num_unseen: int) -> Wish:
-        """Of a whole sequence: so many tokens are in no part of it."""
+        """Return it without the first tokens of a whole sequence."""
         if not num_unseen:
             return self
         (size,), (most,) = self.sizes, self.may_grow_to
@@ -63,7 +61,7 @@ class Wish:
 
     @property
     def fixed(self) -> tuple[HolderId, ...]:
-        """Where its first parts have to be."""
+        """Holders of its first parts, where these are settled."""
         if self.reuse is not None:
             return self.reuse.holders
         if self.parent is None:
@@ -72,7 +70,6 @@ class Wish:
 
     @property
     def credit(self) -> Mapping[HolderId, int]:
-        """Blocks that need no room."""
         return {} if self.reuse is None else self.reuse.credit
 
 
@@ -82,9 +79,9 @@ class Candidate:
 
     wish: Wish
     chunks: tuple[int, ...]
-    """In which the prompt would run; none where a single token is left of it."""
+    """Chunks of the prompt. Empty if a single token is left of it."""
     holders: tuple[HolderId, ...]
-    """Of each part."""
+    """Holder of each part."""
     projected: MicroBatch
 
 
@@ -94,8 +91,8 @@ class Starts:
     Args:
         ledger: counts what is reserved.
         lengths: forecasts what is to be reserved, and the load.
-        places: says which holders are for which lane; None: all are for all.
-        first_part_id: of the parts of sequences, which are numbered from there.
+        places: says which holders are for which lane. None if all are for all.
+        first_part_id: number of the first part.
     """
 
     def __init__(
@@ -119,13 +116,11 @@ class Starts:
         ahead: int,
         recompute: bool,
     ) -> Candidate | None:
-        """How the sequence could start now, as a fork if that can be; None if
-        it has to wait.
+        """Return how a sequence could start now, as a fork if possible. None if it has to wait.
 
         Args:
             sibling: a running sequence of the same request.
-            recompute: it has run before, and reserves all that it may ever
-                need.
+            recompute: it has run before, and reserves all that it may ever need.
         """
         num_shared = sequence.num_prompt_tokens - 1
         if sibling is not None and num_shared and not self._keeps_more(sequence, num_shared):
@@ -147,7 +142,7 @@ class Starts:
         return self._with_kept(lane, wish)
 
     def _keeps_more(self, sequence: Sequence, num_shared: int) -> bool:
-        """Whether more of a sequence that has drawn is kept than a fork shares."""
+        """Return True if more of a sequence that has drawn is cached than a fork shares."""
         cache = self._ledger.cache
         if not cache.chains.are_on or not sequence.num_generated:
             return False
@@ -155,8 +150,8 @@ class Starts:
         return any(reuse.num_tokens > num_shared for reuse in cache.reuses(sequence, sizes))
 
     def _with_kept(self, lane: Lane, wish: Wish) -> Candidate | None:
-        """How the wish can be met with as many kept blocks as possible. None:
-        it can't, or some that it lacks are being computed just now."""
+        """Meet a wish with as many cached blocks as possible. None if it has to wait, perhaps for
+        blocks that a running sequence computes."""
         cache = self._ledger.cache
         if cache.chains.are_on:
             found = cache.reuses(wish.sequence, wish.sizes)
@@ -176,19 +171,19 @@ class Starts:
         return self._meet(lane, wish)
 
     def _worth_it(self, lane: Lane, found: Seq[Reuse]) -> list[Reuse]:
-        """Of whole sequences' reuses the ones on no holder much busier than others,
-        in the order in which they are to be tried: most tokens first, and
-        of as many tokens the least busy holder."""
-        busy = [self._busier(lane, reuse.holders[0]) for reuse in found]
+        """Return the reuses on holders that are not much busier than others, most tokens first, of
+        as many tokens the least busy holder."""
+        options = [(reuse, self._busier(lane, reuse.holders[0])) for reuse in found]
+        options.sort(key=lambda option: (-option[0].num_tokens, option[1]))
         return [
             reuse
-            for reuse, more in sorted(zip(found, busy, strict=True), key=_worth)
-            if len(reuse.holders) > 1 or more <= reuse.num_tokens * _TOKENS_A_TOKEN
+            for reuse, busier in options
+            if len(reuse.holders) > 1 or busier <= reuse.num_tokens * _TOKENS_A_TOKEN
         ]
 
     def _busier(self, lane: Lane, holder: HolderId) -> int:
-        """Cached tokens that a holder has of a lane beyond the least busy one that its
-        sequences could be on."""
+        """Return the tokens of a lane that a holder has beyond the least busy one that could have
+        them."""
         others: Seq[HolderId] = self._ledger.holders.open
         if self._places is not None:
             others = self._places.alike(holder, others)
@@ -196,19 +191,23 @@ class Starts:
         return lane.reserved_tokens[holder] - least
 
     def start(self, lane: Lane, candidate: Candidate) -> Start:
-        """Book and reserve all that the candidate needs. It runs in the lane from now on."""
+        """Book and reserve what a candidate needs. It then runs in the lane."""
         wish, holders = candidate.wish, candidate.holders
         parts = holders if wish.is_split else None
         lane.budget.book(candidate.chunks, wish.num_shared, parts=parts, ahead=wish.ahead)
         residence = new_residence(holders, wish.sizes, self._part_ids, wish.first_token)
-        self._begin(wish, residence)
+        cache = self._ledger.cache
+        if wish.parent is None:
+            cache.begin(wish.sequence, residence, wish.reuse)
+        else:
+            cache.begin_fork(wish.sequence, residence, wish.parent.sequence, wish.num_shared)
         self._ledger.reserve(residence)
         if self._places is not None:
             self._places.started(wish.sequence, residence)
         projected, chunks = candidate.projected, deque(candidate.chunks)
         until = min(projected.target_length, residence.num_tokens)
         kept = () if wish.reuse is None else wish.reuse.keys
-        awaits = self._ledger.cache.awaited(wish.sequence) if kept else frozenset[int]()
+        awaits = cache.awaited(wish.sequence) if kept else frozenset[int]()
         run = RunningSequence(wish.sequence, projected, chunks, lane.step + wish.ahead, until)
         run.is_fetching = bool(awaits)
         lane.enter(run, residence)
@@ -218,14 +217,6 @@ class Starts:
         sources = wish.sequence.sources if parent is None else ()
         shared = (wish.num_shared, kept, gap, awaits)
         return Start(wish.sequence, residence, parent, *shared, first, sources)
-
-    def _begin(self, wish: Wish, residence: Residence) -> None:
-        """Tell the cache what the sequence starts with."""
-        cache, sequence = self._ledger.cache, wish.sequence
-        if wish.parent is None:
-            cache.begin(sequence, residence, wish.reuse)
-        else:
-            cache.begin_fork(sequence, residence, wish.parent.sequence, wish.num_shared)
 
     def _wish(
         self,
@@ -244,8 +235,7 @@ class Starts:
         return Wish(sequence, sizes, may_grow_to, ahead, parent, num_shared=num_shared)
 
     def _meet(self, lane: Lane, wish: Wish) -> Candidate | None:
-        """Chunks, load and places, as far as blocks, prefill budget and policy
-        allow it; else None."""
+        """Settle chunks, load and places. None if blocks, prefill budget or policy forbid it."""
         candidate = self._settle(lane, wish, () if wish.is_split else None, wish.fixed)
         if candidate is None or not wish.is_split:
             return candidate
@@ -254,36 +244,34 @@ class Starts:
     def _settle(
         self, lane: Lane, wish: Wish, parts: tuple[HolderId, ...] | None, fixed: Seq[HolderId]
     ) -> Candidate | None:
-        """One round. ``parts``: see ``PrefillBudget.chunks``; ``fixed``: where
-        the first parts have to be."""
-        chunks = self._chunks(lane, wish, parts)
-        if chunks is None:
-            return None
-        projected = self._projected(lane, wish, len(chunks))
+        """Settle one round.
+
+        Args:
+            parts: see ``PrefillBudget.chunks``.
+            fixed: holders of the first parts, where these are settled.
+        """
+        chunks: tuple[int, ...] = ()
+        num_tokens = len(wish.sequence.token_ids) - wish.num_shared
+        if num_tokens > 1:
+            chunks = lane.budget.chunks(num_tokens, wish.num_shared, parts=parts, ahead=wish.ahead)
+            if not chunks:
+                return None
+        # Holders have all of its tokens after the last prefill step, and one more after each
+        # that follows.
+        expected = cached_at_end(wish.sequence, self._lengths.expected(wish.sequence))
+        first_length = len(wish.sequence.token_ids) - max(0, len(chunks) - 1)
+        projected = MicroBatch(1, expected, lane.step + wish.ahead, first_length)
         holders = self._place(lane, wish, projected, fixed)
         return None if holders is None else Candidate(wish, chunks, holders, projected)
-
-    def _chunks(
-        self, lane: Lane, wish: Wish, parts: tuple[HolderId, ...] | None
-    ) -> tuple[int, ...] | None:
-        num_tokens = len(wish.sequence.token_ids) - wish.num_shared
-        if num_tokens == 1:
-            return ()
-        chunks = lane.budget.chunks(num_tokens, wish.num_shared, parts=parts, ahead=wish.ahead)
-        return chunks or None
-
-    def _projected(self, lane: Lane, wish: Wish, num_chunks: int) -> MicroBatch:
-        # Holders have all of its tokens after the last prefill step, and one
-        # more after each that follows.
-        expected = cached_at_end(wish.sequence, self._lengths.expected(wish.sequence))
-        first_length = len(wish.sequence.token_ids) - max(0, num_chunks - 1)
-        return MicroBatch(1, expected, lane.step + wish.ahead, first_length)
 
     def _place(
         self, lane: Lane, wish: Wish, projected: MicroBatch, fixed: Seq[HolderId]
     ) -> tuple[HolderId, ...] | None:
-        """A holder for each part, the first ones where they have to be; None: not in this step."""
-        shares = _shares(wish, projected)
+        """Return a holder for each part. None if they have no room in this step."""
+        shares = [projected]
+        if wish.is_split:
+            firsts = itertools.accumulate(wish.sizes, initial=0)
+            shares = [projected.part(*x) for x in zip(firsts, wish.sizes, strict=False)]
         # Before parts go where they exceed a limit alone, all holders are
         # looked at for room within their limits.
         for alone in (False, True) if wish.is_split else (True,):
@@ -306,8 +294,11 @@ class Starts:
         fixed: Seq[HolderId],
         alone: bool,
     ) -> HolderId | None:
-        """A holder for the part that comes after those that are ``placed``;
-        ``shares``: the load of each part."""
+        """Return a holder for the part behind those that are ``placed``.
+
+        Args:
+            shares: load of each part.
+        """
         part = len(placed)
         tiers: Seq[list[HolderId]]
         tiers = self._ledger.candidates(placed, wish.sizes, wish.may_grow_to, wish.credit)
@@ -326,19 +317,3 @@ class Starts:
             if chosen is not None:
                 return HolderId(chosen)
         return None
-
-
-def _worth(option: tuple[Reuse, int]) -> tuple[int, int]:
-    reuse, busy = option
-    return -reuse.num_tokens, busy
-
-
-def _shares(wish: Wish, projected: MicroBatch) -> list[MicroBatch]:
-    """What each part is of a sequence's load."""
-    if not wish.is_split:
-        return [projected]
-    firsts = itertools.accumulate(wish.sizes, initial=0)
-    return [
-        projected.part(first, num_tokens)
-        for first, num_tokens in zip(firsts, wish.sizes, strict=False)
-    ]

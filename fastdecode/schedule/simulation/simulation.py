@@ -17,15 +17,12 @@ from fastdecode.core.holders import Part, PartId
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.events import (
-    Close,
+    Ask,
     Drawn,
     Event,
-    Extend,
     Finish,
-    Fork,
     LaneIdle,
     LaneReady,
-    Open,
     Opened,
     Regrouped,
     Run,
@@ -37,6 +34,7 @@ from fastdecode.schedule.plan import Chunk
 from fastdecode.schedule.simulation.clock import VirtualClock
 from fastdecode.schedule.simulation.resources import Flight, Resources, SimulatedStep
 from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
+from fastdecode.wire.blocks import Close, Extend, Open
 
 # No policy looks further into its queue than a full batch; the rest of a long
 # trace isn't held in memory.
@@ -244,15 +242,12 @@ class Simulation:
         granted: list[Part] = []
         for instruction in self._lifecycle.handle(event):
             match instruction:
-                case Close(part):
+                case Ask(part, Close()):
                     self.workers[part.holder].close(part)
-                case Open(part):
-                    self.workers[part.holder].open(part)
-                    granted.append(part)
-                case Fork(part, _, num_shared):
+                case Ask(part, Open(num_tokens=num_shared)):
                     self.workers[part.holder].open(part, num_shared)
                     granted.append(part)
-                case Extend(part):
+                case Ask(part, Extend()):
                     self.workers[part.holder].reserve(part)
                     granted.append(part)
                 case Finish(sequence, _):

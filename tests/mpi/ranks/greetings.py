@@ -6,7 +6,7 @@ import contextlib
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.wire.blocks import DescribeExport, ExportExpired
-from fastdecode.wire.messages import PROTOCOL_VERSION, CloseSequence, Failed
+from fastdecode.wire.messages import PROTOCOL_VERSION, Close, Failed
 from fastdecode.wire.mpi.connection import MpiConnection
 from fastdecode.wire.mpi.hub import MpiNeighbours, RWorkerHub
 from fastdecode.wire.mpi.job import join, leave, wait_for_end
@@ -81,7 +81,7 @@ for turn in range(ROUNDS):
     line.close()
 assert look_until_found(lambda: serve() or num_answered > ROUNDS * AHEAD or None, WAIT_S)
 assert len(hub.connections) <= 1 + AHEAD, "places are used again"
-neighbours.open(f"rank {other}").send(CloseSequence(1))  # no greeting, which is dropped
+neighbours.open(f"rank {other}").send(Close(1))  # no greeting, which is dropped
 if job.rank == 1:
     lines = [ask(number) for number in range(MOST)]
     assert all(isinstance(answer_of(line), ExportExpired) for line in lines)

@@ -13,7 +13,7 @@ import pytest
 from messages_for_tests import attend, same
 from transport_suite import WAIT_S, MakeStar, TransportSuite, code_of
 
-from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, OpenSequence
+from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, Open
 from fastdecode.wire.mpi.hub import FROM_R_WORKER, MpiHub
 
 
@@ -69,14 +69,14 @@ class TestMpi(TransportSuite):
 
     def test_messages_for_the_other_side_are_refused(self, star: MakeStar) -> None:
         s = star(1)
-        s.peers[0].send(OpenSequence(1, 1))
+        s.peers[0].send(Open(1, 1))
         assert (
-            code_of(lambda: s.hub.connections[0].receive(WAIT_S), s.names[0], "OpenSequence")
+            code_of(lambda: s.hub.connections[0].receive(WAIT_S), s.names[0], "Open")
             == "protocol_error"
         )
         # The other direction works still, so that the peer can be told.
-        s.hub.connections[0].send(OpenSequence(2, 2))
-        assert s.peers[0].receive(WAIT_S) == OpenSequence(2, 2)
+        s.hub.connections[0].send(Open(2, 2))
+        assert s.peers[0].receive(WAIT_S) == Open(2, 2)
 
     def test_damage_is_refused(self, star: MakeStar) -> None:
         s = star(1)
