@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from fastdecode.core.errors import RequestError
-from fastdecode.text.codec import Encoder, TextCodec
+from fastdecode.text.child import ChildFailedError, LimitedChild
+from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
 
 LINES = [
@@ -144,18 +145,17 @@ def byte_ids(kind: str) -> dict[int, int]:
     return {vocabulary.byte_level_bytes(token)[0]: token for token in ids}
 
 
-class _OwnEncoder(Encoder):
+class _OwnEncoder(LimitedChild):
     """Encodes in this process."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def ask(self, question: Mapping[str, Any]) -> list[int]:
         try:
-            encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return list(self._tokenizer.encode(**question).ids)
         except Exception as error:  # as the process that encodes reports it
-            raise RequestError(str(error)) from None
-        return list(encoded.ids)
+            raise ChildFailedError(str(error), refused=True) from None
 
 
 def codec_of(tokenizer: Tokenizer) -> TextCodec:

@@ -18,6 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.os_errors import explained
+
 _BESIDE: Final = ("-wal", "-shm")
 _VERSION: Final = 1
 _ERASE_BYTES: Final = 1 << 20
@@ -91,6 +94,25 @@ class Database:
 
 
 @contextlib.contextmanager
+def refusing(path: Path, what: str) -> Iterator[None]:
+    """Raise a ConfigError in place of what ``Database`` raises. ``what`` is in the file."""
+    try:
+        yield
+        return
+    except OtherFileError:
+        why = f"{path} holds no {what} of this version: name another place for them"
+    except BlockingIOError:
+        why = f"another process keeps {what} in {path}: wait for it to end, or name another place"
+    except (OSError, sqlite3.OperationalError) as error:
+        shown = explained(error) if isinstance(error, OSError) else error
+        why = f"can't keep {what} in {path}: {shown}"
+    except sqlite3.Error as error:
+        why = f"{path} is damaged ({error}), and not by a crash: restore the file"
+        why += f", or name another place for {what}"
+    raise ConfigError(why)
+
+
+@contextlib.contextmanager
 def reading(path: Path, kind: int) -> Iterator[sqlite3.Connection]:
     """Open a database without changing it. Raises as ``Database``."""
     with contextlib.closing(_connect(path, "ro")) as connection:
@@ -114,8 +136,7 @@ def remove(path: Path) -> None:
 
 
 def erase(path: Path) -> None:
-    """Overwrite a database with zeros, and remove it. Raises BlockingIOError: If another process
-    holds it."""
+    """Overwrite a database with zeros and remove it. Raises BlockingIOError: If it is in use."""
     connection = _connect(path, "rw")
     try:
         with _telling_locks():

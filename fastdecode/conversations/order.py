@@ -57,8 +57,7 @@ class ReaderTurns:
         return len(line) > 1
 
     def begin(self, turn: Turn) -> BegunTurn:
-        """Begin a turn that may begin. Raises FastDecodeError: If an earlier turn failed, the
-        conversation is over, or there is no such turn."""
+        """Begin a turn. Raises FastDecodeError: If an earlier one failed, or it can't follow."""
         conversation_id = turn.conversation_id
         if (failed := self._failed.get(conversation_id)) is not None:
             raise failed
@@ -178,8 +177,7 @@ class OpenTurn:
         self._is_over = False
 
     def begin(self) -> asyncio.Future[History]:
-        """Return the history before the turn, which is due. The future raises RequestError: If the
-        conversation is over."""
+        """Return the history before the turn. Raises RequestError: If the conversation is over."""
         self._has_begun = True
         begin = self._turns.conversations.begin
         return asyncio.wrap_future(self._turns.act(begin, self.turn.conversation_id))

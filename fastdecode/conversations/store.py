@@ -23,7 +23,6 @@ from fastdecode.conversations import database
 from fastdecode.conversations.turns import History, HistoryStep, Spelled, digest_of
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file
-from fastdecode.core.os_errors import explained
 
 FILE: Final = "conversations.sqlite"
 _KIND: Final = int.from_bytes(b"FDCV", "big")
@@ -86,7 +85,7 @@ class ConversationStore:
         self._path, self._sync_turns, self._sync_s = path, sync_turns, sync_s
         self._num_unsynced, self._synced_s = 0, time.monotonic()
         self._is_closed = False
-        with _refusing(path):
+        with database.refusing(path, "conversations"):
             self._database = database.Database(path, _KIND, _SCHEMA)
             try:
                 execute = self._database.execute
@@ -116,8 +115,7 @@ class ConversationStore:
     def append(
         self, conversation_id: str, name: str, history: History, step: HistoryStep, now_s: float
     ) -> None:
-        """Write a turn. Raises FastDecodeError: (code ``output_failed``) If the disk is full or
-        fails. Nothing of the turn is kept."""
+        """Write a turn. Raises FastDecodeError: (``output_failed``) If nothing of it is kept."""
         is_late = time.monotonic() - self._synced_s >= self._sync_s
         if is_late or self._num_unsynced >= self._sync_turns:
             self.sync()
@@ -220,8 +218,7 @@ class Contents:
 
 
 def file_of(place: Path) -> Path:
-    """Return the file of a directory of conversations, or ``place`` if it is a file. Raises
-    ConfigError: If there is none."""
+    """Return a directory's file, or ``place`` itself. Raises ConfigError: If there is no file."""
     path = place / FILE if place.is_dir() else place
     if not path.is_file():
         raise ConfigError(f"there are neither conversations nor KV blocks in {place}")
@@ -231,7 +228,7 @@ def file_of(place: Path) -> Path:
 def inspect(path: Path) -> Contents:
     """Read every turn of a file, without a model and without changing it. Raises ConfigError: If
     it holds no conversations, or can't be read."""
-    with _refusing(path):
+    with database.refusing(path, "conversations"):
         found = Contents(str(path), path.stat().st_size, "")
         kept: dict[str, Kept] = {}
         try:
@@ -255,30 +252,9 @@ def inspect(path: Path) -> Contents:
 
 
 def clear(path: Path) -> None:
-    """Overwrite and remove a file of conversations, damaged or whole. Raises ConfigError: If a
-    process uses it, or it can't be written."""
-    with _refusing(path):
+    """Overwrite and remove a file, damaged or whole. Raises ConfigError: If that fails."""
+    with database.refusing(path, "conversations"):
         database.erase(path)
-
-
-@contextlib.contextmanager
-def _refusing(path: Path) -> Iterator[None]:
-    """Raise a ConfigError in place of what ``Database`` raises."""
-    try:
-        yield
-        return
-    except database.OtherFileError:
-        why = f"{path} holds no conversations of this version: name another place for them"
-    except BlockingIOError:
-        why = f"another process keeps conversations in {path}: wait for it to end"
-        why += ", or name another place"
-    except (OSError, sqlite3.OperationalError) as error:
-        shown = explained(error) if isinstance(error, OSError) else error
-        why = f"can't keep conversations in {path}: {shown}"
-    except sqlite3.Error as error:
-        why = f"{path} is damaged ({error}), and not by a crash: restore the file"
-        why += ", or name another place for conversations"
-    raise ConfigError(why)
 
 
 @contextlib.contextmanager

@@ -18,13 +18,7 @@ from typing import Final, TypeAlias
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import FastDecodeError, Given, RequestError
-from fastdecode.core.sequence import (
-    SHARED,
-    CacheUse,
-    Completion,
-    SamplingParams,
-    check_prompt,
-)
+from fastdecode.core.sequence import SHARED, CacheUse, Completion, SamplingParams, check_prompt
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import Chat, Message, PromptOrChat
 from fastdecode.text.codec import TextCodec
@@ -52,8 +46,7 @@ class Spelled:
         return cls(len(text), digest_of(text), end)
 
     def rest_of(self, text: str) -> str | None:
-        """Return what follows in ``text`` after all that the tokens spell. None if it begins
-        otherwise."""
+        """Return what follows the tokens' text in ``text``. None if ``text`` begins otherwise."""
         said, rest = text[: self.num_chars], text[self.num_chars :]
         if len(said) < self.num_chars or digest_of(said) != self.digest:
             return None

@@ -72,7 +72,7 @@ from fastdecode.engine.request_stream import Arriving, RequestStreams
 from fastdecode.engine.service import EngineService, Snapshot
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.times import MeasuredTimes
-from fastdecode.text.chat_format import ChatFormat
+from fastdecode.text.chat_format import ChatFormat, ChatOptions
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import Chat, Message, Rendering
 from fastdecode.text.codec import TextCodec
@@ -344,9 +344,8 @@ class LLM:
         how = Rendering.of(add_generation_prompt, continue_final_message, variables, definitions)
         template = _chat_template(self.config.model, chat_template or self._given_template)
         with contextlib.closing(template):
-            chat_format = ChatFormat.of(
-                template, self.codec.special_tokens, content_format=chat_template_content_format
-            )
+            options = ChatOptions(chat_template_content_format=chat_template_content_format)
+            chat_format = ChatFormat.of(template, self.codec.special_tokens, options)
             how = replace(how, style=chat_format.style)
             formats = [chat_format.continuing(how.continued(chat)) for chat in chats]
             answers = [each.answer(chosen) for each in formats]

@@ -29,7 +29,7 @@ from fastdecode.core.sequence import (
     TokenLogprob,
 )
 from fastdecode.jobs.lines import MAX_LINE_BYTES, Identify, LineId
-from fastdecode.openai.answers import answer_body, error_body, status, usage
+from fastdecode.openai.answers import AnswerHead, answer_body, error_body, status, usage
 from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, LABELS, BodyRequest, RequestReader
 from fastdecode.openai.response_bodies import RESPONSES_URL
@@ -55,26 +55,19 @@ _LEAST_LONG: Final = 10**18  # whole numbers from here on are checked
 
 
 class LineError(BodyError):
-    """A line that can't be answered. ``conversation_id``: The conversation it names."""
+    """A line that can't be answered."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        code: str,
-        line_id: LineId | None = None,
-        param: str | None = None,
-        conversation_id: object = None,
-    ) -> None:
-        super().__init__(message, code=code, param=param)
-        self.line_id = line_id
-        self.conversation_id = conversation_id if isinstance(conversation_id, str) else None
+    line_id: LineId | None = None
+    conversation_id: str | None = None
+    """The conversation that the line names."""
 
 
 class _Lines:
     name: ClassVar[str]
     id_field: ClassVar[str]
     json_code: ClassVar[str] = "invalid_json"
+    _id_of: Callable[[dict[str, Any], int], LineId]
+    _request_of: Callable[[dict[str, Any], int], BodyRequest]
 
     def parse(self, raw: bytes | None, number: int) -> BodyRequest:
         """Return what a line asks. Raises: LineError: If it can't be answered."""
@@ -85,43 +78,23 @@ class _Lines:
             line_id = self._id_of(line, number)
             return replace(self._request_of(line, number), line_id=line_id)
         except RequestError as error:
-            body = line.get("body", line)
-            raise LineError(
-                str(error),
-                code=error.code,
-                line_id=line_id,
-                param=getattr(error, "param", None),
-                conversation_id=body.get("conversation_id") if isinstance(body, dict) else None,
-            ) from None
-
-    def _id_of(self, line: dict[str, Any], number: int) -> LineId:
-        raise NotImplementedError
-
-    def _request_of(self, line: dict[str, Any], number: int) -> BodyRequest:
-        raise NotImplementedError
+            refused = LineError(str(error), code=error.code, param=getattr(error, "param", None))
+            refused.line_id, body = line_id, line.get("body", line)
+            named = body.get("conversation_id") if isinstance(body, dict) else None
+            refused.conversation_id = named if isinstance(named, str) else None
+            raise refused from None
 
 
+@dataclass(frozen=True)
 class SimpleLines(_Lines):
-    """Simple lines.
-
-    Args:
-        defaults: Parameters of lines that don't give them.
-        greedy: The same for lines that give ``temperature`` 0. None for ``defaults``.
-        numbers: True if every answer has the ``line`` that it is for. Otherwise errors have.
-    """
+    defaults: SamplingParams
+    """Parameters of lines that don't give them."""
+    greedy: SamplingParams | None = None
+    """The same for lines that give ``temperature`` 0. None for ``defaults``."""
+    numbers: bool = True
+    """Every answer has the ``line`` that it is for. Otherwise errors have."""
 
     name, id_field = "simple", "id"
-
-    def __init__(
-        self,
-        defaults: SamplingParams,
-        greedy: SamplingParams | None = None,
-        *,
-        numbers: bool = True,
-    ) -> None:
-        self._defaults = defaults
-        self._greedy = greedy or defaults
-        self._numbers = numbers
 
     def _id_of(self, line: dict[str, Any], number: int) -> LineId:
         line_id = line.get("id")
@@ -134,7 +107,8 @@ class SimpleLines(_Lines):
         refuse_unknown(line, _SIMPLE_FIELDS, (), f"line {number}")
         # null is the same as not given
         given = {name: line[name] for name in _SAMPLING_FIELDS if line.get(name) is not None}
-        params = replace(self._greedy if given.get("temperature") == 0 else self._defaults, **given)
+        greedy = self.greedy if given.get("temperature") == 0 else None
+        params = replace(greedy or self.defaults, **given)
         cache = CacheUse.of(line.get("cache"), line.get("cache_salt"))
         conversation_id = check_turn(line.get("conversation_id"), params, 1)
         return BodyRequest(
@@ -145,7 +119,7 @@ class SimpleLines(_Lines):
         self, number: int, request: BodyRequest, outputs: Sequence[RequestOutput], codec: TextCodec
     ) -> dict[str, Any]:
         (output,) = outputs
-        place = {"line": number} if self._numbers else {}
+        place = {"line": number} if self.numbers else {}
         return {"id": request.line_id, **place, **output_fields(output)}
 
     def refusal(
@@ -186,11 +160,9 @@ class OpenAILines(_Lines):
         self, number: int, request: BodyRequest, outputs: Sequence[RequestOutput], codec: TextCodec
     ) -> dict[str, Any]:
         write = answer_body if request.echo is None else response_body
-        body = write(
-            request, outputs, codec, answer_id=f"{self.run_id}-{number}",
-            created_s=int(self.clock()), model=request.model or self.reader.served_model_names[0],
-        )  # fmt: skip
-        return self._line(number, request.line_id, 200, body)
+        model = request.model or self.reader.served_model_names[0]
+        head = AnswerHead(f"{self.run_id}-{number}", int(self.clock()), model)
+        return self._line(number, request.line_id, 200, write(request, outputs, codec, head))
 
     def refusal(
         self, number: int, line_id: LineId | None, error: FastDecodeError
@@ -266,8 +238,7 @@ def _blank(fields: dict[str, Any], names: Set[str]) -> None:
 
 
 def load_object(raw: bytes | None, number: int, code: str = "invalid_json") -> dict[str, Any]:
-    """Return the JSON object of a line, which is None if it is too long. Raises: RequestError: If
-    there is none."""
+    """Return a line's JSON object. Raises RequestError: If it has none, or is too long (None)."""
     if raw is None:
         why = f"line {number} is longer than {MAX_LINE_BYTES} bytes: split it"
         raise RequestError(why, code="line_too_long")

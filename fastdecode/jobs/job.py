@@ -15,7 +15,6 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from fastdecode.conversations.conversations import Conversations, Keeping
@@ -120,12 +119,7 @@ class BatchJob:
     def __enter__(self) -> BatchJob:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._rules.template is not None:
             self._rules.template.close()
         # An error while closing must not hide the original error.

@@ -140,8 +140,7 @@ class Journal:
         """Do nothing: answers stand in the order in which they come."""
 
     def append(self, number: int, prompt: str | None, answer: dict[str, Any]) -> None:
-        """Write one answer. Raises FastDecodeError: If the disk is full, or gone (code
-        ``output_failed``)."""
+        """Write one answer. Raises FastDecodeError: (``output_failed``) If the disk refuses it."""
         if not self._num_unsynced:
             self._unsynced_since = self._clock()
         with writing(self._path, "; when there is room, continue with --resume"):
@@ -224,35 +223,31 @@ def read_answers(
     An incomplete end is left out. Raises ConfigError: If the file can't be read, or holds something
     else: an answer beyond ``last_line``, for example, or of a line that isn't in ``shard``."""
     torn_at = 0
-    try:
-        with path.open("rb") as file:
-            for place, raw in enumerate(file, start=1):
-                answer = None
-                with contextlib.suppress(ValueError, RecursionError):
-                    answer = json.loads(raw) if raw.endswith(b"\n") else None
-                if not isinstance(answer, dict):
-                    torn_at = torn_at or place
-                    continue
-                if torn_at:
-                    raise ConfigError(
-                        f"line {torn_at} of {path} is not an answer, but lines after it are. An "
-                        f"interrupted run does not end so, another program wrote there: {RESTORE}"
-                    )
-                try:
-                    number, failed = identify(answer)
-                except (KeyError, ValueError, TypeError):
-                    raise ConfigError(
-                        f"line {place} of {path} is not an answer of the run: {RESTORE}"
-                    ) from None
-                if not 1 <= number <= last_line or number not in shard:
-                    raise ConfigError(
-                        f"line {place} of {path} answers line {number} of the input, which is not "
-                        f"in shard {shard}: {RESTORE}"
-                    )
-                yield number, failed, raw
-    except OSError as error:
-        text = f"can't read the answers in {path}: {explained(error)}: mend that, and try again"
-        raise ConfigError(text) from None
+    with _refusing(f"can't read the answers in {path}"), path.open("rb") as file:
+        for place, raw in enumerate(file, start=1):
+            answer = None
+            with contextlib.suppress(ValueError, RecursionError):
+                answer = json.loads(raw) if raw.endswith(b"\n") else None
+            if not isinstance(answer, dict):
+                torn_at = torn_at or place
+                continue
+            if torn_at:
+                raise ConfigError(
+                    f"line {torn_at} of {path} is not an answer, but lines after it are. An "
+                    f"interrupted run does not end so, another program wrote there: {RESTORE}"
+                )
+            try:
+                number, failed = identify(answer)
+            except (KeyError, ValueError, TypeError):
+                raise ConfigError(
+                    f"line {place} of {path} is not an answer of the run: {RESTORE}"
+                ) from None
+            if not 1 <= number <= last_line or number not in shard:
+                raise ConfigError(
+                    f"line {place} of {path} answers line {number} of the input, which is not "
+                    f"in shard {shard}: {RESTORE}"
+                )
+            yield number, failed, raw
 
 
 class OrderedOutput:
@@ -288,8 +283,7 @@ class OrderedOutput:
         self._expected.append(number)
 
     def append(self, number: int, prompt: str | None, answer: dict[str, Any]) -> None:
-        """Write an answer and those that waited for it, or let it wait. Raises FastDecodeError: If
-        the disk is full, or gone (code ``output_failed``)."""
+        """Write an answer and those that waited for it, or let it wait. Raises as ``Journal``."""
         line = _encoded(answer)
         if number != self._expected[0]:
             with self._writing("keep an answer beside"):

@@ -108,8 +108,7 @@ def _write(merged: Path, lines: Iterable[bytes], num_lines: int, on_look: OnLook
 
 
 def _lines_at(places: Iterable[tuple[int, int]], outputs: Sequence[Path]) -> Iterator[bytes]:
-    """Yield the line at each place: an output's index, and an offset. Raises ConfigError: If an
-    output can't be read, or was cut."""
+    """Yield the line at each place, an output's index and an offset. Raises ConfigError."""
     with contextlib.ExitStack() as opened:
         try:
             files = [opened.enter_context((path := each).open("rb")) for each in outputs]
@@ -137,8 +136,7 @@ def _check_apart(outputs: Sequence[Path], merged: Path) -> None:
 
 
 def _check_one_job(outputs: Sequence[Path], manifests: Sequence[Manifest], *, partial: bool) -> int:
-    """Return how many shards are missing. Raises: ConfigError: If they are shards of several jobs,
-    or some are missing and not ``partial``."""
+    """Return the number of missing shards. Raises ConfigError: If outputs don't form one job."""
     first = manifests[0]
     count = Shard.of(first.shard).count
     seen: dict[str, Path] = {}

@@ -33,16 +33,13 @@ from fastdecode.jobs.options import JobOptions
 from fastdecode.jobs.session import JobSession, session_path
 from fastdecode.jobs.survey import OnLook, Survey, kind_of_lines, survey, unseen
 from fastdecode.openai.requests import RequestReader
-from fastdecode.text.chat_format import AUTO
+from fastdecode.text.chat_format import AUTO, ChatFormat
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.tokenizer_files import TokenizerFiles, find_tokenizer
 
 
 def open_job(
-    options: JobOptions,
-    config: EngineConfig,
-    tell: Callable[[str], None],
-    on_look: OnLook = unseen,
+    options: JobOptions, config: EngineConfig, tell: Callable[[str], None], on_look: OnLook = unseen
 ) -> BatchJob:
     """Check everything that can be checked without a model, find out what is left to do, and hold
     the output. Raises ConfigError, ModelError: If something is wrong with options, files or the
@@ -72,25 +69,17 @@ def open_job(
                 "were cut off"
             )
 
-        turns = _turns(turns_path, model, found, recovered)
-        if turns is not None:
+        if not recovered.done:
+            database.remove(turns_path)
+        turns = None
+        if found.num_turns:
+            turns = ConversationStore(turns_path, identity_of(model), counts=recovered.has)
             undo.callback(turns.close)
             journal.before_sync = turns.sync
         session = _session(options, config, recovered, tell)
         rules = AnswerRules(manifest.run_seed, template, manifest.date)
         undo.pop_all()
         return BatchJob(source, lines, rules, found, journal, recovered, turns, session)
-
-
-def _turns(
-    path: Path, model: Path, found: Survey, recovered: Recovered
-) -> ConversationStore | None:
-    """Return the turns of the lines that are answered, if lines are turns."""
-    if not recovered.done:
-        database.remove(path)
-    if not found.num_turns:
-        return None
-    return ConversationStore(path, identity_of(model), counts=recovered.has)
 
 
 def _session(
@@ -180,8 +169,7 @@ def _lines(
     source: LineSource,
     undo: contextlib.ExitStack,
 ) -> tuple[LineFormat, ChatTemplate | None]:
-    """Return the format of a job's lines, without a run's id, and the template of its chats, which
-    ``undo`` closes."""
+    """Return the format of a job's lines, and the template of its chats, which ``undo`` closes."""
     if kind_of_lines(source) == "simple":
         return simple_lines(options), None
     template = ChatTemplate.load(model, _template_file(options))
@@ -190,7 +178,7 @@ def _lines(
         undo.callback(template.close)
         special = TokenizerFiles.read(model).special_ids()
     names = options.served_model_name or (config.model, Path(os.path.abspath(config.model)).name)
-    chat_format = options.chat_format(template, special)
+    chat_format = ChatFormat.of(template, special, options)
     reader = RequestReader(
         options.sampling, names, template is not None, model_defaults=options.model_defaults,
         chat_format=chat_format,
@@ -234,8 +222,7 @@ def _addresses_by_holder(config: EngineConfig) -> list[tuple[str, ...]]:
 def _begin(
     options: JobOptions, config: EngineConfig, journal: Journal, lines: str, found: Survey
 ) -> tuple[Manifest, Recovered]:
-    """Begin or resume a run. Return its manifest, and what is in its output. Raises ConfigError:
-    If there is an output, and this job may not resume it."""
+    """Begin or resume a run. Raises ConfigError: If this job may not resume what was begun."""
     path, is_empty = Manifest.path_for(options.output), journal.is_empty
     if not (options.resume or options.overwrite or is_empty):
         raise ConfigError(

@@ -125,10 +125,8 @@ class JobSession:
                     self.held.append(replace(each, parts=parts))
         self.begun: dict[str, BegunRequest] = begun_requests(self.held)
         if found is None:
-            try:
+            with database.refusing(path, "a job's session"):
                 self._write(())
-            except sqlite3.Error as error:
-                raise ConfigError(f"can't write {path}: {error}") from None
 
     @property
     def number(self) -> int:
@@ -188,7 +186,7 @@ class JobSession:
 
     def _open(self) -> database.Database:
         """Open the file, in place of one that is damaged or another program's."""
-        try:
+        with database.refusing(self._path, "a job's session"):
             try:
                 return database.Database(self._path, _KIND, _SCHEMA)
             except sqlite3.OperationalError:  # a full disk, for example: the file may be whole
@@ -197,13 +195,6 @@ class JobSession:
                 logger.warning(_DAMAGED, self._path)
                 database.remove(self._path)
                 return database.Database(self._path, _KIND, _SCHEMA)
-        except BlockingIOError:
-            raise ConfigError(f"another process uses {self._path}: wait for it to end") from None
-        except OSError as error:
-            text = f"{self._path} is not a file of this user's ({explained(error)}): remove it"
-            raise ConfigError(text) from None
-        except sqlite3.Error as error:
-            raise ConfigError(f"can't write {self._path}: {error}") from None
 
     def _write(self, sequences: Iterable[TokenSequence]) -> None:
         """Replace the content: ``sequences``, and held ones that have not been submitted yet.

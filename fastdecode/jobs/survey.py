@@ -154,11 +154,12 @@ def _check(
     """Parse a line. Return its id, if it has one, and if it is a turn. None if it is bad."""
     try:
         request = lines.parse(raw, number)
-        if not takes_text and any(isinstance(each, (str, Chat)) for each in request.prompts):
-            found.num_untokenizable += 1
-            text = "it is text, but the model directory has no tokenizer.json"
-            raise LineError(text, code="no_tokenizer", line_id=request.line_id)
     except LineError as error:
         found.complain(number, error.line_id, f"{error.code}: {error}")
         return error.line_id, None
+    if not takes_text and any(isinstance(each, (str, Chat)) for each in request.prompts):
+        found.num_untokenizable += 1
+        why = "no_tokenizer: it is text, but the model directory has no tokenizer.json"
+        found.complain(number, request.line_id, why)
+        return request.line_id, None
     return request.line_id, request.conversation_id is not None

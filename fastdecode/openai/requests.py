@@ -20,26 +20,21 @@ from fastdecode.core.errors import RequestError
 from fastdecode.core.model.generation_defaults import with_defaults
 from fastdecode.core.sequence import SHARED, CacheUse, SamplingParams
 from fastdecode.core.structured import StructuredOutputs
-from fastdecode.openai.body_errors import (
-    SHOWN,
-    BodyError,
-    blamed,
-    blaming,
-    refuse,
-    refuse_unknown,
-)
-from fastdecode.openai.chat import read_messages
-from fastdecode.openai.formats import FORMAT_FIELDS, read_format
+from fastdecode.openai.body_errors import SHOWN, BodyError, blamed, blaming, refuse, refuse_unknown
 from fastdecode.openai.response_bodies import RESPONSES_URL, chat_of, echo_of, renamed
 from fastdecode.text.chat_format import AnswerFormat, ChatFormat
 from fastdecode.text.chat_template import RESERVED
-from fastdecode.text.chats import Chat, PromptOrChat, Rendering
+from fastdecode.text.chats import Chat, Message, PromptOrChat, Rendering, check_content
 from fastdecode.text.tools import Tools
 
 COMPLETIONS_URL = "/v1/completions"
 CHAT_URL = "/v1/chat/completions"
 MAX_PROMPTS = 2048
 TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
+_GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+FORMAT_FIELDS = ("response_format", "structured_outputs", *_GUIDED_FIELDS)
+_SCHEMA_FIELDS = ("schema", "name", "description", "strict")
+FORMAT_TYPES = ("text", "json_object", "json_schema")
 
 # Fields of SamplingParams that a body gives by the same name and in the same
 # form; some are vLLM's additions to OpenAI's.
@@ -104,6 +99,12 @@ STREAM_FIELDS = ("stream", "stream_options")
 # OpenAI's obfuscation pads chunks to hide their sizes; we send none.
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 TEMPLATE_FIELDS = ("chat_template", "template", "tokenize")
+INVALID_MESSAGES = "invalid_messages"
+MAX_MESSAGES = 100_000
+_MESSAGE_TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "refusal")
+_MESSAGE_FIELDS = ("role", "content", *_MESSAGE_TEXTS, "tool_calls")
+_EMPTY_FIELDS = ("function_call", "audio", "annotations")
+"""A message may have them, as long as they are null or empty."""
 
 
 @dataclass(frozen=True)
@@ -180,11 +181,15 @@ class RequestReader:
                 tools = Tools.of(*(body.get(name) for name in TOOL_FIELDS))
             chat = self._chat(body, tools)
         prompts = _prompts(body.get("prompt")) if chat is None else (chat,)
-        structured, format_field = read_format(body)
+        structured, format_field = _format(body)
         params = self._params(body, structured, format_field, is_chat=is_chat)
         answer_format = None
         if chat is not None:
-            answer_format, params = self._answer_format(chat, tools, params)
+            with blaming(*TOOL_FIELDS):
+                chat_format = self.chat_format.continuing(chat.how.continued(chat.messages))
+                answer_format = chat_format.answer(tools)
+                if answer_format is not None:
+                    params = chat_format.params(params, tools)
             format_field = "tools" if tools is not None and tools.must_call else format_field
         if stream is not None and params.prompt_logprobs is not None:
             refuse("prompt_logprobs", "can't be streamed: leave out stream")
@@ -255,16 +260,6 @@ class RequestReader:
             param = format_field if param == "structured_outputs" else param
             raise BodyError(str(error), code=error.code, param=param) from None
 
-    def _answer_format(
-        self, chat: Chat, tools: Tools | None, params: SamplingParams
-    ) -> tuple[AnswerFormat | None, SamplingParams]:
-        """Return the format of a chat's answer, None for plain text, and sampling parameters that
-        make the model write it. Raises BodyError."""
-        with blaming(*TOOL_FIELDS):
-            chat_format = self.chat_format.continuing(chat.how.continued(chat.messages))
-            answer = chat_format.answer(tools)
-            return answer, params if answer is None else chat_format.params(params, tools)
-
     def _chat(self, body: dict[str, Any], tools: Tools | None) -> Chat:
         if not self.has_chat_template:
             text = (
@@ -325,8 +320,7 @@ def _stream(body: dict[str, Any]) -> StreamOptions | None:
 
 
 def _refuse_unsupported(body: dict[str, Any], url: str, also: Sequence[str]) -> None:
-    """Raise BodyError if the body has unknown fields, or asks for what we don't do. ``also`` are
-    fields besides ``FIELDS``."""
+    """Raise BodyError if a field is unknown, but for ``also``, or asks for what isn't supported."""
     asks_nothing: Mapping[str, Sequence[object]] = {
         "best_of": [body.get("n") or 1],
         # Prompts have them, chats have what the template writes.
@@ -368,3 +362,116 @@ def _chat_params(body: dict[str, Any]) -> dict[str, Any]:
         refuse("max_completion_tokens", "and max_tokens, its older name, differ: give one of them")
     said = {} if wanted is None else {"logprobs": (top or 0) if wanted else None}
     return said if most is None else {**said, "max_tokens": most}
+
+
+def _format(body: Mapping[str, Any]) -> tuple[StructuredOutputs | None, str | None]:
+    """Return what the answer must be, and the field that says so. Raises BodyError."""
+    given = [name for name in FORMAT_FIELDS if body.get(name) is not None]
+    if "response_format" in given and _format_type(body["response_format"]) == "text":
+        given.remove("response_format")
+    if not given:
+        return None, None
+    if len(given) > 1:
+        refuse(given[1], f"and {given[0]} say both what the answer must be: give one of them")
+    (name,) = given
+    wanted = body[name]
+    if name == "response_format":
+        wanted = _of_response_format(wanted)
+    elif name != "structured_outputs":
+        wanted = {name.removeprefix("guided_"): wanted}
+    with blaming(otherwise=name):
+        return StructuredOutputs.of(wanted), name
+
+
+def _of_response_format(value: Any) -> dict[str, Any]:
+    """Return a format as ``StructuredOutputs.of`` takes it."""
+    if _format_type(value) == "json_object":
+        return {"json_object": True}
+    described = value.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(schema, (dict, bool, str)):
+        refuse("response_format.json_schema", 'must be an object with a "schema", a JSON schema')
+    refuse_unknown(described, _SCHEMA_FIELDS, (), "response_format.json_schema")
+    return {"json": schema}
+
+
+def _format_type(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in FORMAT_TYPES:
+        refuse("response_format.type", f"must be one of {', '.join(FORMAT_TYPES)}")
+    known = ("type", "json_schema") if kind == "json_schema" else ("type",)
+    given = {name: each for name, each in value.items() if each is not None}
+    refuse_unknown(given, known, (), f"response_format of the type {kind}")
+    return str(kind)
+
+
+def read_messages(messages: object) -> list[Message]:
+    """Return a chat's messages, checked. Raises BodyError."""
+    if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
+        refuse("messages", "must be a list with at least one message", INVALID_MESSAGES)
+    return [_message(each, f"messages[{place}]") for place, each in enumerate(messages)]
+
+
+def _message(message: object, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        refuse(where, "must be an object", INVALID_MESSAGES)
+    _check_fields(message, where)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        refuse(f"{where}.role", "must be a string", INVALID_MESSAGES)
+    if role == "function":
+        refuse(f"{where}.role", "'function' is not supported: use 'tool'", "unsupported_field")
+    calls = message.get("tool_calls") or []
+    if calls and role != "assistant":
+        refuse(f"{where}.tool_calls", "belongs to messages of the assistant", INVALID_MESSAGES)
+    with blaming(otherwise=f"{where}.content"):
+        check_content(message, where, is_strict=True)
+    names = ("role", "content", *_MESSAGE_TEXTS)
+    given = {name: message[name] for name in names if message.get(name) is not None}
+    plain: dict[str, Any] = {"content": "", **given}
+    if role == "tool":
+        plain["tool_call_id"] = _call_id(message.get("tool_call_id"), f"{where}.tool_call_id")
+    if calls and not isinstance(calls, list):
+        refuse(f"{where}.tool_calls", "must be a list", INVALID_MESSAGES)
+    if calls:
+        places = (f"{where}.tool_calls[{place}]" for place in range(len(calls)))
+        plain["tool_calls"] = [_call(*each) for each in zip(calls, places, strict=True)]
+    return plain
+
+
+def _check_fields(message: Mapping[str, Any], where: str) -> None:
+    for name, value in message.items():
+        if name in _EMPTY_FIELDS:
+            if value:
+                refuse(f"{where}.{name}", "is not supported: leave it out", "unsupported_field")
+        elif name not in _MESSAGE_FIELDS and value is not None:
+            known = ", ".join(_MESSAGE_FIELDS)
+            refuse(f"{where}.{name}", f"is unknown: a message has {known}", "unknown_field")
+    for name in _MESSAGE_TEXTS:
+        if not isinstance(message.get(name), (str, type(None))):
+            refuse(f"{where}.{name}", "must be a string", INVALID_MESSAGES)
+
+
+def _call(call: object, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        refuse(where, 'must be an object with a "function"', INVALID_MESSAGES)
+    if call.get("type") not in ("function", None):
+        refuse(f"{where}.type", 'must be "function"', "unsupported_field")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        refuse(f"{where}.function.name", "must be a string", INVALID_MESSAGES)
+    arguments = function.get("arguments")
+    if not isinstance(arguments, (str, dict, type(None))):
+        refuse(f"{where}.function.arguments", "must be a JSON object, as text", INVALID_MESSAGES)
+    return {
+        "id": _call_id(call.get("id"), f"{where}.id"),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _call_id(value: object, where: str) -> str:
+    if not isinstance(value, str) or not value:
+        refuse(where, "must be a string, the call's id", INVALID_MESSAGES)
+    return value

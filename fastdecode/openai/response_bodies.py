@@ -68,23 +68,12 @@ _NAMES: Final = {
 }
 """A chat's field → the field that it was."""
 _INVALID: Final = "invalid_input"
-_TEXTS: Final = (
-    "input_text",
-    "output_text",
-    "text",
-    "reasoning_text",
-    "summary_text",
-    "refusal",
-)
+_TEXTS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 """Types of parts that are text."""
 
 
 def chat_of(body: Mapping[str, Any], sampling: Collection[str]) -> dict[str, Any]:
-    """Return the body of a chat that asks the same. Raises BodyError.
-
-    Args:
-        sampling: Names of sampling parameters that a body may have besides OpenAI's.
-    """
+    """Return the body of a chat that asks the same. ``sampling`` are fields besides OpenAI's."""
     _check_fields(body, sampling)
     said = {name: body[name] for name in (*_SAME, *sampling) if body.get(name) is not None}
     said["messages"] = _messages(body)

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from fastdecode.core.delta import Delta
 from fastdecode.core.sequence import RequestOutput
+from fastdecode.openai.answers import AnswerHead
 from fastdecode.openai.requests import BodyRequest
 from fastdecode.text.calls import Call, Part, Reasoning
 from fastdecode.text.chat_format import AnswerFormat
@@ -21,15 +22,12 @@ _TEXT: Final = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 def response_body(
-    request: BodyRequest,
-    outputs: Sequence[RequestOutput],
-    codec: TextCodec,
-    **names: Any,
+    request: BodyRequest, outputs: Sequence[RequestOutput], codec: TextCodec, head: AnswerHead
 ) -> dict[str, Any]:
-    """Return the ``response`` of a request with one prompt. ``names``: As of ``ResponseWriter``."""
+    """Return the ``response`` of a request with one prompt."""
     (output,) = outputs
     (completion,) = output.completions
-    writer = ResponseWriter(request, [output.prompt_token_ids], codec, **names)
+    writer = ResponseWriter(request, [output.prompt_token_ids], codec, head)
     delta = Delta(
         output.request_id,
         0,
@@ -69,26 +67,22 @@ class _Item:
 
 
 class ResponseWriter:
-    """Writes one answer as a ``response``, and its deltas as events. ``prompts`` has the tokens of
-    the request's only prompt."""
+    """Writes one answer as a ``response``, and its deltas as events. There is one prompt."""
 
     def __init__(
         self,
         request: BodyRequest,
         prompts: Sequence[Sequence[int]],
         codec: TextCodec,
-        *,
-        answer_id: str,
-        created_s: int,
-        model: str,
+        head: AnswerHead,
     ) -> None:
         assert request.echo is not None, "the request is not for a response"
         (self._prompt,) = prompts
         self._format = request.answer_format or AnswerFormat()
         self._parser = self._format.parser(codec, self._prompt)
-        self._answer_id = answer_id
-        names = {"id": f"resp_{answer_id}", "object": "response"}
-        self._head = {**names, "created_at": created_s, "model": model, **request.echo}
+        self._answer_id = head.answer_id
+        names = {"id": f"resp_{head.answer_id}", "object": "response"}
+        self._head = {**names, "created_at": head.created_s, "model": head.model, **request.echo}
         self._open: _Item | None = None
         self._done: list[dict[str, Any]] = []
         self._blanks = ""

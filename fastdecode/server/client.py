@@ -92,8 +92,7 @@ class OpenRequests:
         return len(self._told_s) == self.num_sequences
 
     async def take(self, timeout_s: float | None) -> list[tuple[int, Delta]]:
-        """Wait for output. Return one merged delta per sequence with its request's place; none on
-        time-out."""
+        """Wait for output. Return a merged delta per sequence, with its request's place."""
         if not self._piles:
             await self._sleep(timeout_s)
         taken, self._piles = self._piles, {}

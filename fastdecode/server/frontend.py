@@ -103,8 +103,7 @@ async def _serve(connected: socket.socket) -> None:
 
 
 def _configured(options: ServeOptions, app: Any) -> uvicorn.Config:
-    """Return uvicorn's configuration, loaded. Raises ConfigError: If TLS's files are of no use, or
-    others may read the key."""
+    """Return uvicorn's configuration. Raises ConfigError: If TLS's files are unsafe or no use."""
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -140,8 +139,7 @@ def _configured(options: ServeOptions, app: Any) -> uvicorn.Config:
 
 
 def _room_for_connections(wanted: int) -> int:
-    """Return how many of ``wanted`` connections this process may hold, 1 or more. Raise the soft
-    limit of open files towards the hard one for them."""
+    """Return how many of ``wanted`` connections fit. Raise the soft limit of files for them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -225,30 +223,26 @@ class _Frontend:
             case link.Deltas(deltas):
                 front.client.deliver(deltas)
             case link.StatusReport():
-                self._see(message)
+                self._channel.send(link.StatusAck())
+                now_s = time.monotonic()
+                front.outlook.seen, front.outlook.seen_s = message, now_s
+                front.metrics.see(now_s, message)
+                if message.state in ("broken", "closed") and front.client.num_open:
+                    front.fail_all(WorkerError("the engine has failed", code="engine_failed"))
             case link.Ready(kv_tokens):
                 if front.options.max_queued_tokens is None:
                     front.admission.max_tokens = _QUEUED_CAPACITIES * kv_tokens
                 front.outlook.is_ready = True
             case link.Keys(keys):
                 self._guard.keys = tuple(keys)
-            case link.Drain() | link.CutOff():
+            case link.Drain(cuts):
                 front.outlook.is_draining = True
-                if isinstance(message, link.CutOff):
+                if cuts:
                     self._cut(RequestError("the server is shutting down", code="draining"))
                 if self._ending is None:
                     self._ending = asyncio.create_task(self._end())
             case _:
                 raise ProtocolError(f"the engine's process said {type(message).__name__}")
-
-    def _see(self, seen: link.StatusReport) -> None:
-        self._channel.send(link.StatusAck())
-        front = self._front
-        now_s = time.monotonic()
-        front.outlook.seen, front.outlook.seen_s = seen, now_s
-        front.metrics.see(now_s, seen)
-        if seen.state in ("broken", "closed") and front.client.num_open:
-            front.fail_all(WorkerError("the engine has failed", code="engine_failed"))
 
     async def _end(self) -> None:
         await self._until_answered()

@@ -11,8 +11,7 @@ Cancel        HTTP          these requests' clients have disconnected
 Deltas        engine        new output of requests
 StatusReport  engine        how the engine is; twice a second
 Keys          engine        the keys that admit clients have changed
-Drain         engine        take no more requests; report when none is open
-CutOff        engine        end the open requests with an error
+Drain         engine        take no more requests, or end the open ones; report when none is left
 Drained       HTTP          no request is open any more
 StatusAck     HTTP          it reads: the answer to StatusReport
 ============  ============  ====================================================
@@ -85,11 +84,7 @@ class Keys(Message, frozen=True, tag=205):
 
 
 class Drain(Message, frozen=True, tag=206):
-    timeout_s: float
-
-
-class CutOff(Message, frozen=True, tag=207):
-    pass
+    cuts: bool = False  # end the open requests with an error
 
 
 class Drained(Message, frozen=True, tag=208):
@@ -102,7 +97,7 @@ class StatusAck(Message, frozen=True, tag=209):
 
 ServerMessage: TypeAlias = (
     Opening | Listening | Unfit | Ready | Submit | Cancel | Deltas | StatusReport | Keys | Drain
-    | CutOff | Drained | StatusAck
+    | Drained | StatusAck
 )  # fmt: skip
 
 
@@ -190,8 +185,7 @@ class AsyncChannel:
             self._writer.write(_LENGTH.pack(len(raw)) + raw)
 
     async def receive(self) -> ServerMessage | None:
-        """Return the next message, or None if the other end is gone. Raises ProtocolError: If it
-        sent anything else."""
+        """Return the next message, or None if the other end is gone. Raises ProtocolError, too."""
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if not 0 <= length <= MAX_MESSAGE_BYTES:

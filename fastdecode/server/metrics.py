@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from prometheus_client import core
@@ -149,6 +150,8 @@ class Metrics(Collector):
 
     def __init__(self, max_model_len: int, model_name: str = "") -> None:
         self._labels = {"model_name": model_name, "engine": "0"}
+        self._gauge = partial(self._filled, core.GaugeMetricFamily)
+        self._counter = partial(self._filled, core.CounterMetricFamily)
         self._seen: StatusReport | None = None
         self.prompt_tokens = self.generation_tokens = self.cached_tokens = self.num_succeeded = 0
         self.ended = Counter(dict.fromkeys(ENDS, 0))
@@ -268,15 +271,7 @@ class Metrics(Collector):
         text = "Tokens cached on an R-worker."
         yield self._gauge("fastdecode:r_worker_load_tokens", text, loads, "worker")
 
-    def _gauge(self, name: str, text: str, values: Values, *labels: str) -> core.Metric:
-        return self._filled(core.GaugeMetricFamily, name, text, values, labels)
-
-    def _counter(self, name: str, text: str, values: Values, *labels: str) -> core.Metric:
-        return self._filled(core.CounterMetricFamily, name, text, values, labels)
-
-    def _filled(
-        self, kind: Any, name: str, text: str, values: Values, labels: Sequence[str]
-    ) -> core.Metric:
+    def _filled(self, kind: Any, name: str, text: str, values: Values, *labels: str) -> core.Metric:
         family = kind(name, text, labels=[*self._labels, *labels])
         for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
             more = (key,) if isinstance(key, str) else key

@@ -232,12 +232,12 @@ class Serving:
         if not self._is_broken:
             most = f"{drain_timeout_s:g} s at most"
             self._tell(f"finishing requests for {most}; a second signal stops at once")
-            bridge.send(link.Drain(drain_timeout_s))
+            bridge.send(link.Drain())
             self._turn_while(lambda: signals.num_stops < 2, drain_timeout_s)
         elif not bridge.is_gone.is_set():
             self._tell(f"the engine broke down: {_shown(self._service.snapshot().error)}")
         if not bridge.drained.is_set():
-            bridge.send(link.CutOff())
+            bridge.send(link.Drain(cuts=True))
             end_s = time.monotonic() + _CUT_WITHIN_S
             is_answered = bridge.drained.is_set
             while not (is_answered() or bridge.is_gone.is_set() or time.monotonic() >= end_s):

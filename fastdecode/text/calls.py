@@ -104,9 +104,8 @@ class CallReader(Divider):
     @staticmethod
     def of(family: ToolFormat, schemas: ToolSchemas, most_calls: int) -> CallReader:
         """Return the reader of one answer. ``schemas``: the tools that may be called."""
-        if family.tags is not None:
-            return TaggedCallReader(family, schemas, most_calls, family.tags)
-        return ObjectCallReader(family, schemas, most_calls)
+        kind = ObjectCallReader if family.tags is None else TaggedCallReader
+        return kind(family, schemas, most_calls)
 
     def __init__(self, family: ToolFormat, schemas: ToolSchemas, most_calls: int) -> None:
         super().__init__(most_calls)
@@ -309,10 +308,10 @@ def _keywords(arguments: str) -> dict[str, Any] | None:
 class TaggedCallReader(CallReader):
     """Reads calls whose arguments stand in tags. The tool's schema says what a value is."""
 
-    def __init__(
-        self, family: ToolFormat, schemas: ToolSchemas, most_calls: int, tags: Tags
-    ) -> None:
+    def __init__(self, family: ToolFormat, schemas: ToolSchemas, most_calls: int) -> None:
         super().__init__(family, schemas, most_calls)
+        tags = family.tags
+        assert tags is not None
         self.begins = tuple(filter(None, (family.begin, tags.lead)))
         self._tags = tags
         self._name = self._key = ""

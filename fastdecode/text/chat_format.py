@@ -42,12 +42,8 @@ class ChatOptions:
         AUTO, "marks of reasoning_content; auto: the template's", choices=REASONING_PARSERS
     )
 
-    def chat_format(self, template: ChatTemplate | None, special: Mapping[str, int]) -> ChatFormat:
-        """Return the formats of a model's chats. ``special``: As in ``ChatFormat``."""
-        content_format = self.chat_template_content_format
-        return ChatFormat.of(
-            template, special, self.tool_parser, self.reasoning_parser, content_format
-        )
+
+CHAT: Final = ChatOptions()
 
 
 @dataclass(frozen=True)
@@ -63,23 +59,19 @@ class ChatFormat:
 
     @classmethod
     def of(
-        cls,
-        template: ChatTemplate | None,
-        special: Mapping[str, int],
-        tool_parser: str = AUTO,
-        reasoning_parser: str = AUTO,
-        content_format: str = AUTO,
+        cls, template: ChatTemplate | None, special: Mapping[str, int], options: ChatOptions = CHAT
     ) -> ChatFormat:
-        """Return the formats of a chat template. The parsers are names in ``TOOL_PARSERS`` and
-        ``REASONING_PARSERS``. ``content_format`` is as of ``MessageStyle.of``."""
+        """Return the formats of a model's chats. ``special``: ids of special tokens, by name."""
         if template is None:
             return cls()
-        tools, reasoning = TOOL_FORMATS.get(tool_parser), REASONING_FORMATS.get(reasoning_parser)
-        if tool_parser == AUTO:
+        tools = TOOL_FORMATS.get(options.tool_parser)
+        reasoning = REASONING_FORMATS.get(options.reasoning_parser)
+        if options.tool_parser == AUTO:
             tools = tool_format(template.source)
-        if reasoning_parser == AUTO:
+        if options.reasoning_parser == AUTO:
             reasoning = ReasoningFormat.of(template.source)
-        style = MessageStyle.of(template.probe, tools.id_chars if tools else 0, content_format)
+        id_chars = 0 if tools is None else tools.id_chars
+        style = MessageStyle.of(template.probe, id_chars, options.chat_template_content_format)
         return cls(tools, reasoning, "tools" in template.source, special, style)
 
     def continuing(self, text: str) -> ChatFormat:

@@ -76,8 +76,8 @@ class ChatTemplate:
         self._origin = origin
         self._is_stopped = False
         self._known_roles: dict[str, bool] = dict.fromkeys(ROLES, True)
-        opening = {"source": source, "tool_source": tool_source, "special_tokens": special_tokens}
-        self._child = LimitedChild({"template": opening}, limits)
+        given = {"source": source, "tool_source": tool_source, "special_tokens": special_tokens}
+        self._child = LimitedChild("template", given, limits)
         try:
             self._child.open()
         except ChildFailedError as error:

@@ -38,8 +38,7 @@ class MessageStyle:
 
     @classmethod
     def of(cls, probe: Probe, id_chars: int = 0, content_format: str = "auto") -> MessageStyle:
-        """Return a template's style. Raises RequestError: If ``content_format`` isn't one of
-        ``CONTENT_FORMATS``."""
+        """Return a template's style. Raises RequestError: If ``content_format`` is unknown."""
         if content_format not in CONTENT_FORMATS:
             given, known = Given("chat_template_content_format", content_format), CONTENT_FORMATS
             raise RequestError(given, f" is none of {', '.join(known)}", code="invalid_argument")
@@ -256,8 +255,7 @@ def _call(call: Mapping[str, Any], id_chars: int) -> dict[str, Any]:
 
 
 def with_objects(messages: Sequence[Message]) -> list[Message]:
-    """Return messages in which the arguments of every call are an object. Others, which a
-    model wrote or a client changed, become its only value, ``arguments``."""
+    """Return messages whose calls all have an object. Other text becomes its ``arguments``."""
     made = []
     for message in messages:
         calls = [dict(call) for call in message.get("tool_calls") or ()]

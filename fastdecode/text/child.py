@@ -79,19 +79,18 @@ class ChildDiedError(ChildFailedError):
 
 
 class LimitedChild:
-    """Asks a child process, which starts with the first question and ends with this process.
-    ``opening`` says what it does: see ``open_service``."""
+    """Asks a child process, which starts with the first question and ends with this process. It
+    runs a ``template`` or a ``tokenizer``, which ``given`` describes."""
 
-    def __init__(self, opening: Mapping[str, Any], limits: Limits) -> None:
-        self._opening = {"limits": asdict(limits), **opening}
+    def __init__(self, kind: str, given: Mapping[str, Any], limits: Limits) -> None:
+        self._opening = {"kind": kind, "given": given, "limits": asdict(limits)}
         self._limits = limits
         self._asking = threading.Lock()  # an answer belongs to the caller that asked
         self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
         self._stop: weakref.finalize[..., Any] | None = None
 
     def open(self) -> None:
-        """Start the child, unless it runs. Raises ChildFailedError: If it can't do its work. The
-        next question tries again."""
+        """Start the child, unless it runs. Raises ChildFailedError: If it can't do its work."""
         if self._running is not None:
             return
         ours, theirs = socket.socketpair()
@@ -204,22 +203,18 @@ def main(fd: int) -> None:
             with contextlib.suppress(OSError, ValueError):  # not every system has them all
                 resource.setrlimit(kind, (most, most))
         _limit_time(limits["open_cpu_s"])
+        is_template = opening["kind"] == "template"
+        load: Callable[..., Answer] = _template if is_template else _tokenizer
         opened: list[Answer] = []
-        connection.send_bytes(_answered(lambda _: opened.append(open_service(opening)), {}))
+        connection.send_bytes(_answered(lambda _: opened.append(load(**opening["given"])), {}))
         while opened:
             question = unpack(connection.recv_bytes())
             _limit_time(limits["cpu_s"])
             connection.send_bytes(_answered(opened[0], question))
 
 
-def open_service(opening: dict[str, Any]) -> Answer:
-    """Load a ``template`` or a ``tokenizer``, and try it: one that never ends is known before work
-    starts. Raises whatever the libraries raise, panics among it."""
-    is_template = "template" in opening
-    return _template(**opening["template"]) if is_template else _tokenizer(**opening["tokenizer"])
-
-
 def _tokenizer(path: str, added: list[dict[str, Any]]) -> Answer:
+    """Load a tokenizer, and try it: one that never ends is known before work starts."""
     tokenizer = load_tokenizer(Path(path), added)
     for text in ("", TRIAL_TEXT):
         with contextlib.suppress(Exception):  # a small vocabulary may lack letters
@@ -252,8 +247,7 @@ def _template(source: str, tool_source: str | None, special_tokens: dict[str, st
 
 
 def _compiled(source: str) -> Any:
-    """Return a template in Jinja's sandbox, with what transformers gives it. Raises Refusal: If
-    the source isn't one."""
+    """Return a template in Jinja's sandbox, with what transformers gives it. Raises Refusal."""
     from jinja2 import TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.nodes import Scope
@@ -284,16 +278,11 @@ def _compiled(source: str) -> Any:
         raise Refusal("it is nested too deeply" if is_deep else str(error)) from None
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+def _tojson(value: Any, *given: Any, **named: Any) -> str:
+    """Write JSON for a template. The options have these names, or stand in this order."""
+    names = ("ensure_ascii", "indent", "separators", "sort_keys")
+    options = {"ensure_ascii": False, **dict(zip(names, given, strict=False)), **named}
+    return json.dumps(value, **options)
 
 
 def _answered(answer: Answer, question: dict[str, Any]) -> bytes:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from fastdecode.core.errors import CheckpointError, RequestError
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.text.child import ChildDiedError, ChildFailedError, LimitedChild, Limits
 from fastdecode.text.detokenizer import Detokenizer, Vocabulary, detokenizer_for
-from fastdecode.text.reasoning import ReasoningFormat, ReasoningSplitter
+from fastdecode.text.reasoning import ReasoningFormat, ReasoningSplitter, num_begun
 from fastdecode.text.tokenizer_files import TokenizerFiles
 
 if TYPE_CHECKING:
@@ -28,31 +28,49 @@ _NUM_END: Final = 32
 
 
 class TextCodec:
-    """A model's tokenizer, or the lack of one: such a model serves token ids only."""
+    """A model's tokenizer, or the lack of one: such a model serves token ids only. ``encoder`` is
+    the process that encodes. No prompt may reach ``max_model_len``."""
 
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        encoder: Encoder | None = None,
+        encoder: LimitedChild | None = None,
         eos_token_id: int | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         self._encoder = encoder
+        self._max_model_len = max_model_len
         self.eos_token_id = eos_token_id
         """None if the tokenizer's files name no end of a text."""
         self.vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
         self.whole = None if tokenizer is None else Vocabulary(tokenizer, skips_special=False)
 
     @classmethod
-    def load(cls, model_dir: str | Path, max_model_len: int | None = None) -> TextCodec:
+    def load(
+        cls, model_dir: Path, max_model_len: int | None = None, limits: Limits | None = None
+    ) -> TextCodec:
         """Read a model directory's tokenizer, which may be absent. Raises CheckpointError: If a
-        file can't be used. MissingExtraError: If the package ``tokenizers`` isn't installed."""
-        files = TokenizerFiles.read(Path(model_dir))
-        if files.path is None:
+        file can't be used, or hits a limit on an ordinary text. MissingExtraError: If the package
+        ``tokenizers`` isn't installed."""
+        files = TokenizerFiles.read(model_dir)
+        path = files.path
+        if path is None:
             return cls(None)
+        memory_bytes = BASE_MEMORY_BYTES + MEMORY_PER_FILE_BYTE * path.stat().st_size
+        limits = limits or Limits(memory_bytes, cpu_s=ENCODE_CPU_S, open_cpu_s=LOAD_CPU_S)
+        given = {"path": str(path.resolve()), "added": list(files.added)}
         # The child has loaded it, and decoded each of its tokens, before it is loaded here.
-        encoder = Encoder(files.path, max_model_len, added=files.added)
+        encoder = LimitedChild("tokenizer", given, limits)
+        try:
+            encoder.open()
+        except ChildFailedError as error:
+            is_none = "is not a tokenizer that the package tokenizers can read"
+            what = is_none if error.refused else "can't be loaded and encode an ordinary text"
+            remedy = "fetch the file again, or remove it to serve token ids only"
+            raise CheckpointError(f"{path} {what} ({error}): {remedy}") from None
         tokenizer, eos = files.load(), files.names.get("eos_token")
-        return cls(tokenizer, encoder, None if eos is None else tokenizer.token_to_id(eos))
+        eos_token_id = None if eos is None else tokenizer.token_to_id(eos)
+        return cls(tokenizer, encoder, eos_token_id, max_model_len)
 
     def vocabulary_of(self, params: SamplingParams) -> Vocabulary | None:
         """Return the vocabulary for a request's answers, or None without a tokenizer."""
@@ -73,10 +91,29 @@ class TextCodec:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a prompt's token ids. Raises RequestError: (code ``no_tokenizer``) If there is no
-        tokenizer, and as ``Encoder``."""
+        tokenizer. (``invalid_prompt``) If the text can't be encoded within the limits.
+        (``prompt_too_long``) If its beginning alone is too long for the model. (``child_died``) If
+        the child was ended from outside."""
         if self._encoder is None:
             raise no_tokenizer("the prompt is text", "give prompt_token_ids, or ")
-        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError as error:
+            where = f"half a surrogate pair at character {error.start}"
+            why = f"the prompt holds {where}, which is no text: write the whole character"
+            raise RequestError(why, code="invalid_prompt") from None
+        limit = self._max_model_len
+        if limit is not None and num_bytes > limit * MAX_BYTES_PER_TOKEN:
+            start = text[: limit * MAX_BYTES_PER_TOKEN // 4]
+            num_tokens = len(_encoded(self._encoder, start, add_special_tokens=False))
+            if num_tokens > 2 * limit:  # a cut changes the tokens beside it, not half of them
+                raise RequestError(
+                    f"the prompt is too long: this model's maximum context length is {limit} "
+                    f"tokens, and the first {len(start)} of the prompt's {len(text)} characters "
+                    f"have {num_tokens}: shorten the prompt",
+                    code="prompt_too_long",
+                )
+        return _encoded(self._encoder, text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of all tokens at once, without special ones."""
@@ -85,8 +122,7 @@ class TextCodec:
     def sequence_text(
         self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
     ) -> SequenceText:
-        """Return a new sequence's text. Raises RequestError: (code ``no_tokenizer``) If there are
-        stop strings, but no tokenizer."""
+        """Return a new sequence's text. Raises RequestError: If stop strings lack a tokenizer."""
         vocabulary = self.vocabulary_of(params)
         if params.detokenize and params.stop and vocabulary is None:
             raise no_tokenizer("stop strings need text", "use stop_token_ids, or ")
@@ -116,67 +152,14 @@ def no_tokenizer(why: str, remedy: str = "") -> RequestError:
     return RequestError(f"{why}, {what}: {remedy}{add}", code="no_tokenizer")
 
 
-class Encoder:
-    """Encodes with a model's tokenizer, in a child process. No prompt may reach ``max_model_len``.
-    ``added`` is as in ``TokenizerFiles``. Raises CheckpointError: If the file isn't a tokenizer, or
-    hits a limit on an ordinary text."""
-
-    def __init__(
-        self,
-        path: Path,
-        max_model_len: int | None = None,
-        limits: Limits | None = None,
-        added: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
-        self._max_model_len = max_model_len
-        if limits is None:
-            memory_bytes = BASE_MEMORY_BYTES + MEMORY_PER_FILE_BYTE * path.stat().st_size
-            limits = Limits(memory_bytes, cpu_s=ENCODE_CPU_S, open_cpu_s=LOAD_CPU_S)
-        opening = {"tokenizer": {"path": str(path.resolve()), "added": list(added)}}
-        self._child = LimitedChild(opening, limits)
-        try:
-            self._child.open()
-        except ChildFailedError as error:
-            is_none = "is not a tokenizer that the package tokenizers can read"
-            what = is_none if error.refused else "can't be loaded and encode an ordinary text"
-            remedy = "fetch the file again, or remove it to serve token ids only"
-            raise CheckpointError(f"{path} {what} ({error}): {remedy}") from None
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Raises RequestError: (code ``invalid_prompt``) If the text can't be encoded within the
-        limits. (``prompt_too_long``) If its beginning alone is too long for the model.
-        (``child_died``) If the child was ended from outside."""
-        try:
-            num_bytes = len(text.encode())
-        except UnicodeEncodeError as error:
-            where = f"half a surrogate pair at character {error.start}"
-            why = f"the prompt holds {where}, which is no text: write the whole character"
-            raise RequestError(why, code="invalid_prompt") from None
-        limit = self._max_model_len
-        if limit is not None and num_bytes > limit * MAX_BYTES_PER_TOKEN:
-            start = text[: limit * MAX_BYTES_PER_TOKEN // 4]
-            num_tokens = len(self._ids(start, add_special_tokens=False))
-            if num_tokens > 2 * limit:  # a cut changes the tokens beside it, not half of them
-                raise RequestError(
-                    f"the prompt is too long: this model's maximum context length is {limit} "
-                    f"tokens, and the first {len(start)} of the prompt's {len(text)} characters "
-                    f"have {num_tokens}: shorten the prompt",
-                    code="prompt_too_long",
-                )
-        return self._ids(text, add_special_tokens=add_special_tokens)
-
-    def close(self) -> None:
-        self._child.close()
-
-    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        question = {"sequence": text, "add_special_tokens": add_special_tokens}
-        try:
-            return list(self._child.ask(question))
-        except ChildDiedError as error:
-            raise error.as_request_error() from None
-        except ChildFailedError as error:
-            why = f"the tokenizer can't encode the prompt: {error}; give prompt_token_ids"
-            raise RequestError(why, code="invalid_prompt") from None
+def _encoded(encoder: LimitedChild, text: str, *, add_special_tokens: bool) -> list[int]:
+    try:
+        return list(encoder.ask({"sequence": text, "add_special_tokens": add_special_tokens}))
+    except ChildDiedError as error:
+        raise error.as_request_error() from None
+    except ChildFailedError as error:
+        why = f"the tokenizer can't encode the prompt: {error}; give prompt_token_ids"
+        raise RequestError(why, code="invalid_prompt") from None
 
 
 @dataclass(eq=False)
@@ -214,7 +197,7 @@ class SequenceText:
 
     def __post_init__(self) -> None:
         self._max_tail = max(map(len, self.stop), default=1) - 1
-        self._begun = BegunStop(() if self.keeps_stop else self.stop)
+        self._begun = [0] * len(self.stop)  # characters at the text's end that begin each one
 
     @property
     def text(self) -> str:
@@ -256,10 +239,14 @@ class SequenceText:
         """Return what is new of the text, but for an end that may become a stop string. Nothing
         that was taken is cut off later."""
         fresh = "".join(self._pieces[self._num_seen :])
-        self._num_seen = len(self._pieces)
-        num_held = self._begun.feed(fresh)
         untaken = self._untaken + fresh
-        num_safe = len(untaken) - (0 if self._is_over else num_held)
+        self._num_seen, num_safe = len(self._pieces), len(untaken)
+        if self.stop and not (self._is_over or self.keeps_stop):
+            for i, stop in enumerate(self.stop):
+                # An end that begins a stop string grows by no more than what is fresh.
+                end = untaken[len(self._untaken) - self._begun[i] :]
+                self._begun[i] = num_begun(end, stop)
+            num_safe -= max(self._begun)
         self._num_taken += num_safe
         self._untaken = untaken[num_safe:]
         return untaken[:num_safe]
@@ -322,35 +309,3 @@ class SequenceText:
         place, stop = min(found, key=lambda each: (each[0], len(each[1])))
         self.stopped_by = stop
         return place + len(stop) if self.keeps_stop else place
-
-
-class BegunStop:
-    """How much of a growing text's end may begin a stop string: Knuth, Morris and Pratt's automaton
-    for each of the strings, of which none is empty."""
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = [(string, [0]) for string in stop]
-        for string, fallbacks in self._stop:
-            for char in string[1:]:
-                fallbacks.append(_num_matched(string, fallbacks, fallbacks[-1], char))
-        self._matched = [0] * len(self._stop)
-
-    def feed(self, text: str) -> int:
-        """Take more text. Return the length of its longest end that begins a stop string, but isn't
-        one: a complete one has been judged already."""
-        for i, (string, fallbacks) in enumerate(self._stop):
-            matched = self._matched[i]
-            for char in text:
-                matched = _num_matched(string, fallbacks, matched, char)
-                if matched == len(string):
-                    matched = fallbacks[matched - 1]
-            self._matched[i] = matched
-        return max(self._matched, default=0)
-
-
-def _num_matched(string: str, fallbacks: Sequence[int], matched: int, char: str) -> int:
-    """Return how much of ``string`` is matched once ``char`` follows ``matched`` characters of it.
-    ``fallbacks``: For each beginning of it, the longest shorter one that it ends with."""
-    while matched and string[matched] != char:
-        matched = fallbacks[matched - 1]
-    return matched + (string[matched] == char)

@@ -28,8 +28,7 @@ class Detokenizer:
         return ""
 
     def peek(self) -> str:
-        """Return the text that ``flush`` would give, if it is held back but has whole characters
-        alone."""
+        """Return what ``flush`` would give, if it has whole characters alone."""
         return ""
 
     def flush(self) -> str:
@@ -213,8 +212,7 @@ class TokenText:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def offsets_after(self, prompt_token_ids: Sequence[int]) -> Callable[[int], int]:
-        """Return a function from each next token to where its text begins, had nothing been cut
-        off."""
+        """Return a function from each next token to where its text begins if none is cut off."""
         detokenizer, end = detokenizer_for(self._vocabulary, prompt_token_ids), 0
 
         def offset_of(token_id: int) -> int:

@@ -123,8 +123,7 @@ class GrammarMasks:
         self._gathered: tuple[list[GrammarState], Future[None]] | None = None
 
     def state(self, wanted: StructuredOutputs, token_ids: Sequence[int] = ()) -> GrammarState:
-        """Return the state of a sequence that has generated these tokens. Raises RequestError: If
-        llguidance is missing, or the model has no tokenizer."""
+        """Return the state of a sequence that has generated these tokens. Raises RequestError."""
         llguidance()
         if self._codec.vocabulary is None:
             raise no_tokenizer("structured outputs need text")

@@ -93,8 +93,7 @@ def _check_exact(value: object, where: str) -> None:
 
 
 def _bound(key: str, value: float, *, is_integer: bool) -> dict[str, float]:
-    """Return a bound that llguidance reads exactly, and that allows no more than this one: none for
-    a limit of a type."""
+    """Return a bound that llguidance reads exactly, and that allows no more than this one."""
     sign, inclusive = _BOUNDS[key]
     if value * sign in _LIMITS:
         return {}
@@ -268,8 +267,7 @@ def _json(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 
 
 def _exact_rule(schema: Mapping[str, Any]) -> str | None:
-    """Return alternatives for constants with great integers, which llguidance would round.
-    None if ``schema`` is not only such constants."""
+    """Return alternatives for constants with integers that llguidance would round, or None."""
     types = types_of({"type": schema.get("type")}, {})
     values = [each for each in choices_of(schema) or () if not types or type_of(each) in types]
     if not any(type(each) is int and abs(each) > 1 << 53 for each in values):
@@ -355,8 +353,7 @@ def _call_rules(
 
 
 def _tagged_rules(tags: Tags, tool: Mapping[str, Any], name: str) -> Iterator[str]:
-    """Yield the rules from behind a call's begin mark to before its end mark. A string's pattern
-    and length are not followed."""
+    """Yield the rules between a call's marks. A string's pattern and length are not followed."""
     head, before, after, end = tags.written
     parameters = tool.get("parameters") or {}
     required = parameters.get("required") or ()

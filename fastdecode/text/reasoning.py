@@ -72,8 +72,10 @@ REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
 
 def num_begun(text: str, mark: str) -> int:
     """Return the length of the longest end of a text that begins a mark, which isn't complete."""
-    most = min(len(text), len(mark) - 1)
-    return next((n for n in range(most, 0, -1) if mark.startswith(text[-n:])), 0)
+    place = max(0, len(text) - len(mark) + 1)
+    while (place := text.find(mark[:1], place)) >= 0 and not mark.startswith(text[place:]):
+        place += 1
+    return len(text) - place if place >= 0 else 0
 
 
 @dataclass

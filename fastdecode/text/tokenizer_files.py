@@ -57,8 +57,7 @@ class TokenizerFiles:
 
     @classmethod
     def read(cls, model_dir: Path) -> TokenizerFiles:
-        """Read a model directory. Raises CheckpointError: If a file can't be read, and as
-        ``find_tokenizer``."""
+        """Read a model directory. Raises CheckpointError: If a file is of no use."""
         where, older = model_dir / "tokenizer_config.json", {}
         config = read_model_json(where)
         newer = config.get("added_tokens_decoder", {})
@@ -122,8 +121,7 @@ class TokenizerFiles:
 
 
 def find_tokenizer(model_dir: Path) -> Path | None:
-    """Return a directory's ``tokenizer.json``, if it has one. Raises CheckpointError: If there are
-    only files that have to be converted first."""
+    """Return a directory's ``tokenizer.json``. Raises CheckpointError: If it has others alone."""
     if (model_dir / "tokenizer.json").exists():
         return model_dir / "tokenizer.json"
     for pattern, (where, program) in _CONVERTED.items():

@@ -36,7 +36,6 @@ def append(
     sequence_ids: NDArray[np.int64],
     num_new: NDArray[np.int32],
 ) -> Appended:
-    """See ``KVStore.append``."""
     rows = tables.rows(sequence_ids)
     past = tables.lengths[rows]
     total = past + num_new
@@ -129,7 +128,6 @@ def append_beside_gaps(
     num_new: NDArray[np.int32],
     num_past: Counts,
 ) -> Appended:
-    """See ``KVStore.append``."""
     rows = tables.rows(sequence_ids)
     past = past_of(tables, rows, num_past)
     fills = np.array([row in tables.gaps for row in rows.tolist()]) & (past != tables.lengths[rows])

@@ -281,6 +281,6 @@ def test_full_disk_at_the_start_keeps_the_session(tmp_path: Path) -> None:
     first.begin()
     first.place(sequence(0))
     killed(first)
-    with files_of_at_most(0), pytest.raises(ConfigError, match="can't write"):
+    with files_of_at_most(0), pytest.raises(ConfigError, match="can't keep"):
         opened(path)
     assert known(opened(path))["1.0", 0].token_ids == (5, 6, 7)

@@ -8,9 +8,8 @@ from values import replace
 pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
 
 from fastdecode.core.errors import CapacityError
-from fastdecode.server.admission import QueueAdmission
 from fastdecode.server.client import OpenRequests
-from fastdecode.server.front import Outlook
+from fastdecode.server.front import Outlook, QueueAdmission
 from fastdecode.server.http.errors import HttpRefusal, refused
 from fastdecode.server.link import StatusReport
 from fastdecode.server.metrics import Metrics

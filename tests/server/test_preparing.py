@@ -23,9 +23,8 @@ from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL
-from fastdecode.server.admission import QueueAdmission
 from fastdecode.server.client import RequestTable
-from fastdecode.server.front import Front, Outlook
+from fastdecode.server.front import Front, Outlook, QueueAdmission
 from fastdecode.server.http.errors import HttpRefusal, refused
 from fastdecode.server.http.generate import MOST_WORDS_AT_ONCE, Completion
 from fastdecode.server.http.preparing import Preparation

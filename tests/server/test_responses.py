@@ -9,6 +9,7 @@ from small_tokenizers import byte_level
 
 from fastdecode.core.delta import Delta
 from fastdecode.core.sequence import Completion, RequestOutput, SamplingParams
+from fastdecode.openai.answers import AnswerHead
 from fastdecode.openai.body_errors import BodyError
 from fastdecode.openai.requests import BodyRequest
 from fastdecode.openai.response_bodies import chat_of
@@ -19,7 +20,7 @@ from fastdecode.text.detokenizer import detokenizer_for
 from fastdecode.text.reasoning import REASONING_FORMATS
 
 THINK = AnswerFormat(REASONING_FORMATS["think"])
-NAMES: Any = {"answer_id": "a", "created_s": 0, "model": "m"}
+HEAD = AnswerHead("a", 0, "m")
 
 
 def call_item(call_id: str) -> dict[str, Any]:
@@ -54,10 +55,10 @@ def test_tokens_of_the_reasoning_are_counted(
     token_ids = tokenizer.encode(thought).ids + tokenizer.encode(answer).ids
     request = BodyRequest(("x",), params, True, answer_format=answer_format, echo={})
     done = Completion(0, thought + answer, tuple(token_ids), "stop")
-    whole = response_body(request, [RequestOutput("0", None, (1,), (done,))], codec, **NAMES)
+    whole = response_body(request, [RequestOutput("0", None, (1,), (done,))], codec, HEAD)
     counted = {"reasoning_tokens": num_thought if answer_format else 0}
     assert whole["usage"]["output_tokens_details"] == counted
-    writer = ResponseWriter(request, [(1,)], codec, **NAMES)
+    writer = ResponseWriter(request, [(1,)], codec, HEAD)
     vocabulary = codec.vocabulary_of(params)
     assert vocabulary is not None
     detokenizer = detokenizer_for(vocabulary, (1,))

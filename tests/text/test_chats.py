@@ -13,7 +13,7 @@ import pytest
 from fastdecode.conversations.arguments import as_chats
 from fastdecode.core.errors import RequestError
 from fastdecode.openai.body_errors import BodyError
-from fastdecode.openai.chat import read_messages
+from fastdecode.openai.requests import read_messages
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import MessageStyle, Rendering, for_template
 from fastdecode.text.child import Limits

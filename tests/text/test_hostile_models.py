@@ -18,8 +18,8 @@ from fastdecode.core.errors import CheckpointError, RequestError
 from fastdecode.core.model.files import read_model_file
 from fastdecode.jobs.manifest import identify_model
 from fastdecode.text.chat_template import ChatTemplate
-from fastdecode.text.child import Limits
-from fastdecode.text.codec import Encoder, TextCodec
+from fastdecode.text.child import LimitedChild, Limits
+from fastdecode.text.codec import TextCodec
 
 LIMITS = Limits(memory_bytes=512 << 20, cpu_s=1, open_cpu_s=1, slowness=30)
 NOW = datetime(2026, 2, 3)
@@ -138,7 +138,7 @@ def swelling(part: str, letter: str) -> str:
 def save(tokenizer: Tokenizer | str, folder: Path) -> Path:
     path = folder / "tokenizer.json"
     path.write_text(tokenizer if isinstance(tokenizer, str) else tokenizer.to_str())
-    return path
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_tokenizer_that_attacks_is_refused_before_it_is_loaded_here(
     tmp_path: Path, tokenizer: Tokenizer | str
 ) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.json") as caught:
-        Encoder(save(tokenizer, tmp_path), limits=LIMITS)
+        TextCodec.load(save(tokenizer, tmp_path), limits=LIMITS)
     assert str(tmp_path) in str(caught.value)
 
 
@@ -156,7 +156,7 @@ def test_a_tokenizer_that_attacks_is_refused_before_it_is_loaded_here(
 def test_one_that_attacks_later_costs_that_prompt_only(
     tmp_path: Path, tokenizer: Tokenizer | str
 ) -> None:
-    encoder = Encoder(save(tokenizer, tmp_path), limits=LIMITS)
+    encoder = TextCodec.load(save(tokenizer, tmp_path), limits=LIMITS)
     for text in ("The end.", "q" * 99 + "!", "The end."):
         if text == "The end.":
             assert encoder.encode(text, add_special_tokens=False)
@@ -168,8 +168,7 @@ def test_one_that_attacks_later_costs_that_prompt_only(
 
 
 def test_a_panic_of_the_library_is_an_answer(tmp_path: Path) -> None:
-    path = save(splitting(LLAMA_3), tmp_path)
-    encoder = Encoder(path)
+    encoder = TextCodec.load(save(splitting(LLAMA_3), tmp_path))
     with pytest.raises(RequestError, match="PanicException") as caught:
         encoder.encode(" " * 12_000_000 + "a", add_special_tokens=False)
     assert caught.value.code == "invalid_prompt"
@@ -179,14 +178,15 @@ def test_a_panic_of_the_library_is_an_answer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("letter", ["x1 ", "é", "你"])
 def test_a_text_that_could_never_fit_is_not_encoded(letter: str, tmp_path: Path) -> None:
-    encoder = Encoder(save(splitting(LLAMA_3), tmp_path), max_model_len=4)
-    with mock.patch.object(encoder._child, "ask", wraps=encoder._child.ask) as ask:
+    encoder = TextCodec.load(save(splitting(LLAMA_3), tmp_path), max_model_len=4)
+    real = LimitedChild.ask
+    with mock.patch.object(LimitedChild, "ask", autospec=True, side_effect=real) as ask:
         with pytest.raises(
             RequestError, match="this model's maximum context length is 4"
         ) as caught:
             encoder.encode(letter * 1_000_000, add_special_tokens=False)
         assert caught.value.code == "prompt_too_long"
-        ((question,),) = [call.args for call in ask.call_args_list]
+        ((_, question),) = [call.args for call in ask.call_args_list]
         assert len(question["sequence"]) == 128
     encoder.close()
 
@@ -194,6 +194,6 @@ def test_a_text_that_could_never_fit_is_not_encoded(letter: str, tmp_path: Path)
 def test_blanks_that_may_fit_are_encoded(tmp_path: Path) -> None:
     tokenizer = byte_level()
     tokenizer.add_tokens([" " * 128])
-    encoder = Encoder(save(tokenizer, tmp_path), max_model_len=4)
+    encoder = TextCodec.load(save(tokenizer, tmp_path), max_model_len=4)
     assert len(encoder.encode(" " * 1024, add_special_tokens=False)) == 8
     encoder.close()

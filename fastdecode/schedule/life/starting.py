@@ -1,10 +1,10 @@
 """Sequences that start: what each begins with, and the fetched blocks that it waits for.
 
-A sequence that waits holds its room, and **joins** when the blocks are there, or due in time: when
-every layer will have come, by what the fetch has taken so far, before the sequence's first step
-attends it, by what such steps take lately. As forecast, no other sequence waits then. To join
-takes an answer of the holder, so a sequence asks before the step under way in its lane is over,
-whose end is foreseen, too: asked between two steps, it would miss the next one.
+A sequence that waits holds its room, and **joins** when the blocks have arrived, or are due in
+time: when every layer will have come, by what the fetch has taken so far, before the sequence's
+first step attends it, by what such steps take lately. As forecast, no other sequence waits then.
+To join takes an answer of the holder, so a sequence asks before the step under way in its lane is
+over, whose end is foreseen, too: asked between two steps, it would miss the next one.
 
 If the rest comes later all the same, the holder answers that layer later. If it does not come, the
 sequence starts again without it, and no result of its step counts.
@@ -190,7 +190,7 @@ class Starting:
         return is_due
 
     def _open(self, life: SequenceRecord, start: Start) -> None:
-        """Ask holders for a sequence's room. All that it starts with is there, or due."""
+        """Ask holders for a sequence's room. All that it starts with has arrived, or is due."""
         self._table.move(life, SequenceState.RESERVING)
         parent = start.parent
         for index, part in enumerate(start.residence.parts):

@@ -1,10 +1,12 @@
-"""The routes, and answers that tell how the server is."""
+"""The routes, and their answers but for generated text: how the server is, and tokens."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from importlib import resources
 from typing import Any, Final
 
@@ -15,12 +17,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fastdecode import __version__
 from fastdecode.conversations.turns import check_id
+from fastdecode.openai.body_errors import blaming, refuse, refuse_unknown
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL
 from fastdecode.openai.response_bodies import RESPONSES_URL
 from fastdecode.server.front import Front
-from fastdecode.server.http import tokens
 from fastdecode.server.http.errors import HttpRefusal
 from fastdecode.server.http.generate import Completion
+from fastdecode.server.http.preparing import Preparation, read_body
 from fastdecode.server.link import StatusReport
 
 PAGE: Mapping[str, tuple[str, str]] = {
@@ -31,6 +34,11 @@ PAGE: Mapping[str, tuple[str, str]] = {
 }
 _NOT_KEPT = {"cache-control": "no-store"}
 _MODEL, _CONVERSATION = "/v1/models/", "/v1/conversations/"
+_TEXT_FIELDS = ("model", "prompt", "add_special_tokens", "return_token_strs")
+_CHAT_FIELDS = (
+    "model", "messages", "add_generation_prompt", "chat_template_kwargs", "return_token_strs",
+)  # fmt: skip
+_TOKENS_FIELDS = ("model", "tokens")
 
 Handler = Callable[[Front, Request], ASGIApp | Awaitable[ASGIApp]]
 
@@ -119,11 +127,80 @@ def _page(front: Front, request: Request) -> Response:
     return Response(content, media_type=kind, headers={"cache-control": "no-cache"})
 
 
+async def _tokenize(front: Front, request: Request) -> Response:
+    raw = await read_body(request, front.options)
+    with _prepared(front) as preparation:
+        body = await preparation.read(raw, _checked)
+        front.reader.model_of(body)
+        if "messages" in body:
+            asked = {name: body[name] for name in _CHAT_FIELDS[:4] if name in body}
+            chat = front.reader.read(CHAT_URL, asked).prompts[0]
+            tokens = await preparation.tokens_of(chat)
+        else:
+            special = body.get("add_special_tokens") is not False
+            tokens = await preparation.encoded(body["prompt"], add_special_tokens=special)
+
+        def write() -> bytes:
+            vocabulary, strings = front.codec.vocabulary, None
+            if body.get("return_token_strs"):
+                named: Any = str if vocabulary is None else vocabulary.tokenizer.id_to_token
+                strings = [named(token) for token in tokens]
+            answer = {
+                "count": len(tokens),
+                "max_model_len": front.opening.max_model_len,
+                "tokens": tokens,
+                "token_strs": strings,
+            }
+            return json.dumps(answer).encode()
+
+        answer = await preparation.queued(front.body_threads, write)
+    return Response(answer, media_type="application/json")
+
+
+async def _detokenize(front: Front, request: Request) -> Response:
+    raw = await read_body(request, front.options)
+    with _prepared(front) as preparation:
+        body = await preparation.read(raw, lambda body: body)
+        refuse_unknown(body, _TOKENS_FIELDS, (), "the body")
+        if not isinstance(body.get("tokens"), list):
+            refuse("tokens", "must be a list of token ids")
+        front.reader.model_of(body)
+
+        def text() -> str:
+            with blaming(otherwise="tokens"):
+                return front.codec.decode(front.checker.tokenise(body["tokens"]))
+
+        decoded = await preparation.queued(front.body_threads, text)
+    return JSONResponse({"prompt": decoded})
+
+
+@contextlib.contextmanager
+def _prepared(front: Front) -> Iterator[Preparation]:
+    """A preparation whose place in the queue is free at the end."""
+    number = front.next_number()
+    try:
+        yield Preparation(front, number)
+    finally:
+        front.admission.remove(number)
+
+
+def _checked(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body of ``/tokenize``. Raises: RequestError: If it is invalid."""
+    is_chat = "messages" in body
+    refuse_unknown(body, _CHAT_FIELDS if is_chat else _TEXT_FIELDS, (), "the body")
+    for name in ("add_special_tokens", "return_token_strs", "add_generation_prompt"):
+        if not isinstance(body.get(name), (bool, type(None))):
+            refuse(name, "must be true or false")
+    if not is_chat and not isinstance(body.get("prompt"), str):
+        refuse("prompt", "must be a string", "invalid_prompt")
+    return body
+
+
 _GET, _POST = ("GET", "HEAD"), ("POST",)
 ROUTES: Final[Mapping[str, tuple[tuple[str, ...], Handler]]] = {
     **dict.fromkeys((COMPLETIONS_URL, CHAT_URL, RESPONSES_URL), (_POST, Completion)),
-    "/tokenize": (_POST, tokens.tokenize),
-    "/detokenize": (_POST, tokens.detokenize),
+    "/tokenize": (_POST, _tokenize),
+    "/detokenize": (_POST, _detokenize),
     "/v1/models": (_GET, _models),
     _MODEL: (_GET, _model),
     _CONVERSATION: (("DELETE",), _forget),

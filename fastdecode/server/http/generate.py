@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -19,8 +19,7 @@ from fastdecode.conversations.turns import no_reuse_warning
 from fastdecode.core.delta import Delta, OutputFold
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import RequestOutput
-from fastdecode.openai.answers import answer_body
-from fastdecode.openai.chunks import ChunkWriter
+from fastdecode.openai.answers import AnswerHead, ChunkWriter, answer_body
 from fastdecode.openai.requests import BodyRequest
 from fastdecode.openai.responses import ResponseWriter, response_body
 from fastdecode.server.client import OpenRequests
@@ -61,7 +60,11 @@ class Completion:
                 asked, requests = await self._preparation.requests(self._request.url.path, raw)
                 self._check_engine()
                 opened = OpenRequests(requests, front.metrics)
-                expected = front.expected_tokens(requests)
+                length = front.opening.expected_output_tokens
+                expected = sum(
+                    len(each.prompt_token_ids) + each.params.n * min(each.max_tokens, length)
+                    for each in requests
+                )
                 front.enter(self._number, opened.num_sequences, expected)
                 self._opened = opened
                 front.client.submit(opened)
@@ -141,10 +144,10 @@ class Completion:
                     outputs[place] = output
         ordered = [outputs[place] for place in range(len(folds))]
         make = answer_body if asked.echo is None else response_body
+        head = self._head(asked)
 
         def write() -> bytes:
-            body = make(asked, ordered, self._front.codec, **self._named(asked))
-            return json.dumps(body).encode()
+            return json.dumps(make(asked, ordered, self._front.codec, head)).encode()
 
         raw = await self._beside_if_long(write, opened.num_tokens)
         return Response(raw, media_type="application/json", headers=self._warnings(asked))
@@ -164,7 +167,7 @@ class Completion:
     async def _stream(self, asked: BodyRequest, opened: OpenRequests, send: Send) -> None:
         prompts = [request.prompt_token_ids for request in opened.requests]
         kind = ChunkWriter if asked.echo is None else ResponseWriter
-        writer = kind(asked, prompts, self._front.codec, **self._named(asked))
+        writer = kind(asked, prompts, self._front.codec, self._head(asked))
         num_left = opened.num_left
         while num_left:
             # Until something is known, the status isn't sent: a refusal has one of its own.
@@ -214,9 +217,8 @@ class Completion:
             self._front.admission.remove(self._number, time.monotonic())
         return deltas
 
-    def _named(self, asked: BodyRequest) -> dict[str, Any]:
-        model = asked.model or self._front.names[0]
-        return {"answer_id": self.answer_id, "created_s": int(time.time()), "model": model}
+    def _head(self, asked: BodyRequest) -> AnswerHead:
+        return AnswerHead(self.answer_id, int(time.time()), asked.model or self._front.names[0])
 
     def _close(self, code: str | None) -> None:
         """Leave nothing behind, and note how it went."""

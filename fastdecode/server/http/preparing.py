@@ -133,8 +133,7 @@ class Preparation:
         return await self.queued(front.tokenizer_thread, lambda: front.checker.tokenise(encode()))
 
     async def queued(self, threads: Executor, act: Callable[[], T]) -> T:
-        """Return what ``act`` returns in one of these threads. The body gets a place in the queue
-        first. Raises HttpRefusal, too."""
+        """Call ``act`` in one of these threads, with a place in the queue. Raises HttpRefusal."""
         self._take_place()
         return await asyncio.get_running_loop().run_in_executor(threads, act)
 
@@ -207,8 +206,7 @@ async def read_body(request: HttpRequest, options: ServeOptions) -> bytes:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Return a JSON object, of finite numbers and bounded depth. Raises HttpRefusal: If the bytes
-    are anything else."""
+    """Return an object of finite numbers and bounded depth. Raises HttpRefusal: If it isn't one."""
     try:
         said = json.loads(raw.decode("utf-8"), parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
