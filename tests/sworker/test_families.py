@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from attention_cases import ReferenceAttention
 from checkpoints import prompts
 from families import FAMILIES, draw_config, save_tiny
-from reference_attention import ReferenceAttention
 
 from examples import examples
 from fastdecode.core.model.families import read_model_spec

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from attention_cases import ReferenceAttention
 from checkpoints import FEW_FAMILIES, oracle, prompts
-from reference_attention import ReferenceAttention
 
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.core.model.spec import ModelSpec

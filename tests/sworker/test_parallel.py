@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from attention_cases import ReferenceAttention
 from checkpoints import prompts
 from device_engine import device_engine, run
-from reference_attention import ReferenceAttention
 
 from fastdecode.core.errors import ConfigError, WorkerError
 from sworker.graphs import StepGraphs

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from attention_cases import ReferenceAttention
 from checkpoints import FAMILIES, prompts
-from reference_attention import ReferenceAttention
 from safetensors.torch import load_file, save_file
 
 from fastdecode.core.model.stages import split_layers, stage_spec

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from attention_cases import ReferenceAttention
 from checkpoints import FAMILIES, oracle, prompts
-from reference_attention import ReferenceAttention
 from weight_files import Make, Tensors, copy_with, edit_config
 
 from fastdecode.core.errors import CheckpointError, UnsupportedModelError
