@@ -40,11 +40,11 @@ class StageMemory:
     machine more brings a microbatch more, so more machines may hold less.
     """
 
-    layers: int = option(REQUIRED, "of the model", low=1, high=MAX_LAYERS, metavar="L")
-    weights_gb: float = _positive("of one layer", "GB")
-    prompt_kv_gb: float = _positive("of one layer, for a microbatch's prompt", "GB", 0.0)
-    token_kv_gb: float = _positive("of one layer, for the tokens of a microbatch", "GB", 0.0)
-    memory_gb: float = _positive("of a machine", "GB")
+    layers: int = option(REQUIRED, "layers of the model", low=1, high=MAX_LAYERS, metavar="L")
+    weights_gb: float = _positive("weights of one layer", "GB")
+    prompt_kv_gb: float = _positive("K and V of one layer, for a microbatch's prompt", "GB", 0.0)
+    token_kv_gb: float = _positive("K and V of one layer, for a microbatch's tokens", "GB", 0.0)
+    memory_gb: float = _positive("memory of a machine", "GB")
 
     def fit(self, machines: int, *, tokens: bool) -> bool:
         """Return True if this many machines hold prompts, or tokens."""
@@ -63,7 +63,7 @@ class Streaming:
     kv_gb: float = _positive(
         "in place of --overhead: K and V that the largest prompt stage sends", "GB"
     )
-    bandwidth_gbps: float = _positive("of a machine's port, in 10^9 bits a second", "GBIT")
+    bandwidth_gbps: float = _positive("of a machine's port, in 10^9 bits per second", "GBIT")
 
     def overhead(self, prompt_time: float) -> float:
         return max(1.0, self.kv_gb * 8 / self.bandwidth_gbps / prompt_time)
@@ -86,7 +86,7 @@ class Disaggregation:
     prompt_time: float = _positive(
         "seconds of a stage for a microbatch's prompt, all machines in one pipeline", "S"
     )
-    token_time: float = _positive("the same of one token of a microbatch", "S")
+    token_time: float = _positive("seconds of a stage for one token of a microbatch", "S")
     tokens: int = option(REQUIRED, "tokens that a microbatch generates", low=1, high=MAX_TOKENS)
     overhead: float = option(
         1.0, "prompts take this many times as long, by streaming K and V to the token machines",
@@ -144,7 +144,7 @@ class Swapping:
         high=MAX_SEQUENCES, metavar="B",
     )  # fmt: skip
     kv_kb: float = _positive("K and V of a sequence's token on a stage, in 1000 bytes", "KB")
-    bandwidth_gb: float = _positive("from host memory, in 10^9 bytes a second", "GB")
+    bandwidth_gb: float = _positive("from host memory, in 10^9 bytes per second", "GB")
 
     @property
     def unswapped_s(self) -> float:

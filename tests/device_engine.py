@@ -27,7 +27,7 @@ from fastdecode.engine.extensions import EngineState, StepTiming
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.pool import MixedPool, WorkerPool
 from fastdecode.engine.requests import Requests
-from fastdecode.engine.setup.device_caches import reach_device, reach_swapped
+from fastdecode.engine.setup.reach import reach_device
 from fastdecode.engine.setup.workers import Reached, reach_threads
 from fastdecode.engine.step.device import DeviceWorker, whole_steps
 from fastdecode.engine.step.lane_step import Attention
@@ -35,6 +35,7 @@ from fastdecode.engine.step.mixed_step import DeviceLane, MixedAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.prompts import DevicePrefill
 from fastdecode.engine.step.remote import AttentionPlan
+from fastdecode.engine.step.swapped import LaneExecutor, SwappedLanes
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.schedule.hybrid.control import HybridOptions
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Guess, Known, Layout
@@ -59,7 +60,7 @@ from sworker.worker import SWorker
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
 KV_BYTES = 20_000_000
-SWAPPED_BYTES = 2_000_000
+LANE_BYTES = 1_000_000  # on the device
 
 
 @contextlib.contextmanager
@@ -102,10 +103,11 @@ def _running(
     kv = KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, DType.FLOAT32, BLOCK_SIZE)
     kept = (kv, spec.attention) if ranks is None else shard_kv(kv, spec.attention, ranks.shard)
     swap, is_local = kv_placement == "swap", kv_placement != "r"
+    swapped = SwappedLanes(CPU, lanes, gpu, kernels)
     reached: Reached = (
-        reach_swapped(CPU, SWAPPED_BYTES, lanes, gpu, kernels)
+        reach_device([LaneExecutor(swapped) for _ in range(lanes)], LANE_BYTES, swapped)
         if swap
-        else reach_device(CPU, KV_BYTES, gpu, kernels)
+        else reach_device([TorchExecutor(CPU, gpu, kernels)], KV_BYTES)
         if is_local
         else reach_threads(workers, kv_bytes=KV_BYTES, num_threads=1)
     )

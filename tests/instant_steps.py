@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ class InstantFleet:
     def __init__(self) -> None:
         self.lost: dict[int, Any] = {}
         self.gone: dict[int, Any] = {}
-        self.moves = SimpleNamespace(has_moves=False)
+        self.has_moves = False
         self.answers: dict[int, np.ndarray] = {}
         """Answers by R-worker, in memory of received messages."""
         self._owed: deque[tuple[int, AttendResult]] = deque()

@@ -20,7 +20,7 @@ from simulated_cluster import Network
 from trouble import Trouble, crash, give
 
 from fastdecode.engine.fleet.replacements import HubReplacements
-from fastdecode.engine.setup import reach, stage_threads
+from fastdecode.engine.setup import reach
 from fastdecode.engine.setup.workers import Reached
 from fastdecode.wire.messages import AttendResult, FromRWorker
 from rworker.instructions import Compute
@@ -76,8 +76,7 @@ class SimulatedCluster(Losses):
         self._lost = lost
         self._after = after
         self.networks: list[Network] = []
-        for module in (reach, stage_threads):
-            monkeypatch.setattr(module, "reach_threads", self._reach_threads)
+        monkeypatch.setattr(reach, "reach_threads", self._reach_threads)
         monkeypatch.setattr(reach, "reach_addresses", self._reach_addresses)
 
     def _reach_threads(

@@ -51,7 +51,7 @@ class Setup:
     num_nics: int = option(1, "ports of the S-worker", low=1, high=MAX_NICS, flag="--nics")
     transport: Transport = MPI
     dram_gb: float | None = option(
-        None, "memory a socket; default: the data file's", low=0.25, high=65536, metavar="GB",
+        None, "memory of a socket; default: the data file's", low=0.25, high=65536, metavar="GB",
         unit="GB",
     )  # fmt: skip
     keeps_quantised: bool = False
@@ -137,11 +137,11 @@ def _requests(text: str) -> int:
 @dataclass(frozen=True)
 class Goal:
     latency_s: float | None = option(
-        None, "most seconds for a whole sequence, or like 30s, 800ms", flag="--latency",
+        None, "most time of a whole sequence: seconds, or like 30s, 800ms", flag="--latency",
         read=duration, low=1e-6, high=MAX_SECONDS, unit="seconds", metavar="S",
     )  # fmt: skip
     tpot_s: float | None = option(
-        None, "most seconds a token, or like 40ms", flag="--tpot", read=duration, low=1e-6,
+        None, "most time a token: seconds, or like 40ms", flag="--tpot", read=duration, low=1e-6,
         high=MAX_SECONDS, unit="seconds", metavar="S",
     )  # fmt: skip
     headroom: float = option(
@@ -160,20 +160,20 @@ class Goal:
     )
     max_sockets: int | None = option(None, "sockets at hand", low=1, high=MAX_SOCKETS, metavar="P")
     users: int | None = option(
-        None, "people who wait for an answer, read it, and ask again; says how many sequences run "
-        "at once, in place of --batch", low=1, high=MAX_BATCH,
+        None, "users who wait for an answer, read it, and ask again; they set how many sequences "
+        "run at once, instead of --batch", low=1, high=MAX_BATCH,
     )  # fmt: skip
     think_s: float = option(
-        0.0, "seconds from an answer to the user's next request, or like 30s", flag="--think-time",
-        read=duration, low=0.0, high=MAX_SECONDS, unit="seconds", metavar="S",
+        0.0, "time from an answer to the user's next request: seconds, or like 30s",
+        flag="--think-time", read=duration, low=0.0, high=MAX_SECONDS, unit="seconds", metavar="S",
     )  # fmt: skip
     requests: int | None = option(
-        None, "how long, how much energy and money for this many", read=_requests, low=1,
+        None, "requests of a job: print its hours, energy and money", read=_requests, low=1,
         high=MAX_REQUESTS,
     )  # fmt: skip
     min_gain: float | None = option(
-        None, "no batch gives this part more tokens/s than the chosen one (default: 0.10; with "
-        "--max-sockets 0.01)", low=1e-3, high=10.0, metavar="X",
+        None, "largest part by which another batch may give more tokens/s than the chosen one "
+        "(default: 0.10; with --max-sockets 0.01)", low=1e-3, high=10.0, metavar="X",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

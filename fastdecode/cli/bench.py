@@ -32,7 +32,7 @@ EXIT_OFF = 1
 @dataclass(frozen=True)
 class Server:
     base_url: str = option(REQUIRED, "http://HOST:PORT", metavar="URL")
-    model: str | None = option(None, "default: the first that is served", metavar="NAME")
+    model: str | None = option(None, "default: the first that the server names", metavar="NAME")
     timeout_s: float = option(
         TIMEOUT_S, "a request that takes longer counts as an error", low=0.1, high=1e6, unit="s"
     )
@@ -41,11 +41,11 @@ class Server:
 
 @dataclass(frozen=True)
 class Goodput:
-    slo: str | None = option(None, "such as ttft=400ms,tpot=40ms", metavar="LIMITS")
+    slo: str | None = option(None, "limits such as ttft=400ms,tpot=40ms", metavar="LIMITS")
     attainment: float = option(
         0.9, "part of the requests that must keep the SLO", low=0, high=1, metavar="A"
     )
-    find_goodput: bool = switch("search the greatest rate at which it does, from --rate")
+    find_goodput: bool = switch("search for the greatest rate at which it does, from --rate")
 
 
 def add_bench_serve(parser: argparse.ArgumentParser) -> None:
@@ -101,13 +101,13 @@ def run_bench_serve(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Comparison:
-    plan: Path = option(REQUIRED, "of `size --json` or `size --emit`")
+    plan: Path = option(REQUIRED, "plan of `size --json` or `size --emit`")
     model: str = option(REQUIRED, "Hugging Face model directory to run", metavar="DIR")
     device: str = option("cpu", "cpu, cuda, cuda:1, ..., auto", metavar="DEVICE")
     gpu: Path | None = option(None, "profile of `calibrate s`; default: measured now")
     cpu: Path | None = option(None, "profile of `calibrate r`; default: measured now")
     steps: int = option(20, "decode steps to time", low=1, high=100_000)
-    tolerance: float = option(0.15, "relative", low=1e-12, high=1e6, metavar="X")
+    tolerance: float = option(0.15, "accepted relative error", low=1e-12, high=1e6, metavar="X")
     json: bool = switch("print the comparison as JSON")
 
 

@@ -51,7 +51,7 @@ class _Measurement:
     dtype: str = option(
         "auto", "weights and activations; auto is the checkpoint's", metavar="DTYPE"
     )
-    repeats: int = option(9, "of each size", low=1, high=10_000)
+    repeats: int = option(9, "measurements of each size", low=1, high=10_000)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _PartOfHost(_Measurement):
         None, "threads of each; default: the cores shared out", low=1, high=4096
     )
     kv_memory_gb: float | None = option(
-        None, "KV cache of each R-worker in earnest", low=1e-3, high=1e6, unit="GB"
+        None, "KV cache of each R-worker in a job", low=1e-3, high=1e6, unit="GB"
     )
 
 
@@ -76,14 +76,14 @@ class SMeasurement(_PartOfHost):
 
 @dataclass(frozen=True)
 class RMeasurement(_PartOfHost):
-    sequences: tuple[int, ...] = _several("on each R-worker (default: 1,4,16,64)")
-    contexts: tuple[int, ...] = _several("tokens (default: 64,256,1024,4096)")
-    max_memory_gb: float = option(2.0, "while measuring", low=1e-3, high=65536, unit="GB")
+    sequences: tuple[int, ...] = _several("sequences on each R-worker (default: 1,4,16,64)")
+    contexts: tuple[int, ...] = _several("tokens of a sequence (default: 64,256,1024,4096)")
+    max_memory_gb: float = option(2.0, "most while measuring", low=1e-3, high=65536, unit="GB")
 
 
 @dataclass(frozen=True)
 class NetMeasurement(_Measurement):
-    batches: tuple[int, ...] = _several("sequences (default: 1,16,64,256,1024)")
+    batches: tuple[int, ...] = _several("sequences of a batch (default: 1,16,64,256,1024)")
     r_worker: str | None = option(
         None, "tcp://HOST:PORT of an R-worker that waits for a job", metavar="ADDRESS"
     )

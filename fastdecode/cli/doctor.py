@@ -83,7 +83,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     )
     parser.set_defaults(run=run_doctor)
     add_options(parser, DoctorOptions)
-    ranks = "in an MPI job: of every rank but the first"
+    ranks = "in an MPI job, for every rank but the first"
     add_options(parser, RankOptions, "R-worker ranks", ranks)
     add_exit_code_option(parser)
 
@@ -128,8 +128,7 @@ def _examine(
     if options.compile:
         yield _compiled(options.model)
     with contextlib.ExitStack() as opened:
-        asked: Sequence[RConnection | WorkerFacts] = ()
-        addresses: Sequence[str] = ()
+        asked: Sequence[tuple[RConnection | WorkerFacts, str]] = ()
         try:
             if launched_size() is not None and not options.r_worker_addresses:
                 job = join()
@@ -137,16 +136,16 @@ def _examine(
                     from rworker.host import serve_rank
 
                     serve_rank(job, kv_memory_gb=rank.kv_memory_gb, num_threads=rank.r_threads)
-            asked, addresses = _reach_all(options, opened, workers)
+            asked = _reach_all(options, opened, workers)
         except MissingExtraError as error:
             yield fail("transport", error.message, pip_command(error.extra))
         except FastDecodeError as error:
             yield fail("transport", error.message)
         yield _launcher()
-        examined = _noting(examine_all(asked), workers)
-        ways = _noting(_ways(asked, addresses, workers), neighbours)
+        examined = _noting(examine_all([one for one, _ in asked]), workers)
+        ways = _noting(_ways(asked, workers), neighbours)
         yield from judge(here, examined, model, lacks_for_triton(), ways, os.environ, cpu_quota())
-        places = {one.peer: place for place, one in enumerate(asked)}
+        places = {one.peer: place for place, (one, _) in enumerate(asked)}
     workers.sort(key=lambda facts: places[facts.peer])
     num_hosts = len({w.report.host.host for w in workers if w.report is not None})
     yield _interfaces(here, num_hosts)
@@ -246,13 +245,13 @@ def _cache_disk(directory: Path) -> Finding:
 
 
 def _reach_all(
-    options: DoctorOptions, opened: contextlib.ExitStack, found: Sequence[WorkerFacts]
-) -> tuple[Sequence[RConnection | WorkerFacts], Sequence[str]]:
-    """Connect to every R-worker, given or in this MPI job, until ``opened`` closes. Return their
-    connections, or why there is none, and their addresses for each other."""
+    options: DoctorOptions, opened: contextlib.ExitStack, examined: Sequence[WorkerFacts]
+) -> Sequence[tuple[RConnection | WorkerFacts, str]]:
+    """Connect to every R-worker, given or in this MPI job, until ``opened`` closes. Return its
+    connection, or why there is none, and its address for the others."""
     addresses = options.r_worker_addresses
     if not addresses and launched_size() is None:
-        return (), ()
+        return ()
     from fastdecode.engine.setup.workers import reach_addresses, reach_stage_ranks
 
     if not addresses:
@@ -260,11 +259,11 @@ def _reach_all(
         connections = workers.hub.connections
 
         def close() -> None:
-            wrong = {facts.peer for facts in found if facts.error}
+            wrong = {facts.peer for facts in examined if facts.error}
             workers.close([i for i, one in enumerate(connections) if one.peer in wrong], 5.0)
 
         opened.callback(close)
-        return connections, workers.addresses
+        return list(zip(connections, workers.addresses, strict=True))
     Cluster(r_worker_addresses=addresses, key=options.key)
     workers = reach_addresses(
         addresses,
@@ -275,25 +274,20 @@ def _reach_all(
     )
     # Without a Shutdown: they wait for their job.
     opened.callback(workers.close, range(len(addresses)), 5.0)
-    asked = [
-        WorkerFacts(f"R-worker {addresses[i]}", error=workers.absent[i].message)
-        if i in workers.absent
-        else connection
-        for i, connection in enumerate(workers.hub.connections)
-    ]
-    return asked, addresses
+    found: list[RConnection | WorkerFacts] = list(workers.hub.connections)
+    for i, error in workers.absent.items():
+        found[i] = WorkerFacts(f"R-worker {addresses[i]}", error=error.message)
+    return list(zip(found, addresses, strict=True))
 
 
 def _ways(
-    asked: Sequence[RConnection | WorkerFacts],
-    addresses: Sequence[str],
-    found: Sequence[WorkerFacts],
+    asked: Sequence[tuple[RConnection | WorkerFacts, str]], examined: Sequence[WorkerFacts]
 ) -> Iterator[NeighbourFacts]:
-    """Measure the links between those R-workers that passed so far."""
-    reports = {facts.peer: facts.report for facts in found if facts.report and not facts.error}
+    """Measure the links between the R-workers that passed so far."""
+    reports = {facts.peer: facts.report for facts in examined if facts.report and not facts.error}
     ring = [
         (one, address, reports[one.peer].kv_bytes)
-        for one, address in zip(asked, addresses, strict=True)
+        for one, address in asked
         if one.peer in reports and not isinstance(one, WorkerFacts)
     ]
     yield from examine_neighbours(ring)

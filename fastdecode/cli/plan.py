@@ -50,15 +50,15 @@ class Arrivals:
     rate: float | None = option(
         None, "default: the trace's", low=1e-6, high=1e6, unit="requests a second", metavar="R"
     )
-    trace: Path | None = option(None, "requests, JSON Lines, or a server's log")
-    replay: bool = switch("the trace's own gaps and order, not drawn ones")
+    trace: Path | None = option(None, "trace of requests (JSON Lines), or a server's log")
+    replay: bool = switch("use the trace's own gaps and order")
     prompt_len: str | None = option(None, "without a trace: tokens, or lognormal:512,0.8")
     output_len: str | None = option(None, "without a trace: tokens, or lognormal:200,0.8")
     cv: float | None = option(
-        None, "of the gaps; 1 is Poisson; default: the trace's, or 1", low=0, high=100
+        None, "variation of the gaps; 1 is Poisson; default: the trace's, or 1", low=0, high=100
     )
-    requests: int = option(300, "to draw; long runs go through them again", low=1, high=100_000)
-    seed: int = option(0, "of what is drawn", low=0, high=(1 << 63) - 1)
+    requests: int = option(300, "requests to draw; long runs repeat them", low=1, high=100_000)
+    seed: int = option(0, "seed of the drawn requests", low=0, high=(1 << 63) - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +68,10 @@ class Nodes:
     nodes: int = option(1, "nodes", low=1, high=1024)
     cpu: str = option("EPYC 7452", "name, or profile.json of `calibrate r`", metavar="C")
     sockets_per_node: int = option(
-        2, "with low affinity, whose decode instances have R-workers on their own nodes only",
+        2, "of a node: with low affinity decode instances have R-workers on their own nodes",
         low=1, high=MAX_SOCKETS,
     )  # fmt: skip
-    max_sockets: int = option(64, "of a decode instance", low=1, high=MAX_SOCKETS, metavar="P")
+    max_sockets: int = option(64, "most of a decode instance", low=1, high=MAX_SOCKETS, metavar="P")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,23 +80,23 @@ class Wanted:
         REQUIRED, "ttft=400ms,tpot=40ms; or chatbot, chatbot-66b, chatbot-175b, code-completion, "
         "summarisation: DistServe's", metavar="LIMITS",
     )  # fmt: skip
-    attainment: float = option(0.9, "part of the requests that must keep them", metavar="X")
+    attainment: float = option(0.9, "part of the requests that must keep the limits", metavar="X")
     each: bool = switch(
-        "quantiles of TTFT and TPOT, each strictly below its limit, instead of the part of "
-        "requests that keep both"
+        "judge by the quantiles of TTFT and TPOT, each strictly below its limit, not by the part "
+        "of requests that keep both"
     )
     affinity: str = option("high", "low: K and V stay on a node", choices=("high", "low"))
     objective: str = option("gpu", "what to minimise", choices=("gpu", "cost"))
-    prices: str = option("gpu=1,socket=0.05", "of a GPU and of a socket", metavar="P")
+    prices: str = option("gpu=1,socket=0.05", "prices of a GPU and of a socket", metavar="P")
 
 
 def add_goodput(questions: Any) -> None:
     parser: argparse.ArgumentParser = questions.add_parser(
         "goodput",
         help="prefill and decode instances for a rate and an SLO",
-        description="Which instances carry so many requests a second so that enough of them meet "
-        "a TTFT and a TPOT: some for prefill and some for decode, or alike for both. Every "
-        "candidate is simulated with the requests of a trace, or with drawn ones.",
+        description="Which instances carry a rate of requests and keep a TTFT and a TPOT: some for "
+        "prefill and some for decode, or all for both. Every candidate is simulated with the "
+        "requests of a trace, or with drawn ones.",
     )
     parser.set_defaults(run=run_goodput, command="plan goodput")
     add_model(parser, 'a name such as "Llama-2 7B", a config.json, or a model directory')
@@ -110,7 +110,7 @@ def add_goodput(questions: Any) -> None:
     add_options(parts, Setup, leave_out=("num_gpus",))
     add_options(parser, Wanted, "what to keep")
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
-    parser.add_argument("--explain", action="store_true", help="show what is behind it")
+    parser.add_argument("--explain", action="store_true", help="show the times behind the answer")
     parser.add_argument("--emit", type=Path, metavar="FILE", help="write the placement there")
     add_log_level_option(parser)
 

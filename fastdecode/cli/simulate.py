@@ -34,7 +34,7 @@ class Conversations:
         '"num_prompt_tokens": 24, "num_output_tokens": 8, "arrival_s": 0}; show what policies keep '
         "in --kv-tokens, move down, drop, and recompute"
     )
-    cache_policy: str = option("retention,lru,size-idle", "to compare", metavar="NAMES")
+    cache_policy: str = option("retention,lru,size-idle", "policies to compare", metavar="NAMES")
     lower_kv_tokens: int = option(0, "tokens that a lower tier holds", low=0, high=1 << 40)
     swap_threshold: float = option(
         0.25, "move blocks down while less than this share of all is free", low=0, high=1,
@@ -100,8 +100,8 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     schedule = parser.add_argument_group("schedule")
     schedule.add_argument(
         "--schedule", default=",".join(MODES), metavar="MODES",
-        help="to compare (default: %(default)s); fixed intervals take the trace's mean for S, "
-        "unless it is given",
+        help="schedules to compare (default: %(default)s); fixed intervals take the trace's mean "
+        "for S, unless it is given",
     )  # fmt: skip
     add_options(schedule, Batching, leave_out=("schedule", "lanes"))
 

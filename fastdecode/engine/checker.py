@@ -10,7 +10,6 @@ from typing import Final
 from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.resuming import BegunRequest
 from fastdecode.core.sequence import (
-    CacheUse,
     Prompt,
     PromptRequest,
     Request,
@@ -33,9 +32,6 @@ class RequestChecker:
     """Tokenises prompts, and refuses what a model can't do.
 
     Args:
-        codec: the model's.
-        vocab_size: token ids are below it.
-        max_model_len: most tokens of prompt and completion together.
         begun: what an earlier run had drawn for requests of the same ids.
         seeds: seeds of requests that have none, in turn; None: random ones.
     """
@@ -102,7 +98,10 @@ class RequestChecker:
             params=params,
             max_tokens=max_tokens,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            cache=_cache_of(arrived),
+            # A prompt whose logprobs are wanted is run whole.
+            cache=replace(arrived.cache, is_off=True)
+            if params.prompt_logprobs is not None
+            else arrived.cache,
             drawn=self._drawn(arrived, token_ids, max_tokens),
             bad_words=self._bad_words(params.bad_words),
         )
@@ -141,13 +140,8 @@ class RequestChecker:
 
     def _bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Each word's tokens, as they begin a text and as they follow a space."""
-        if not words:
-            return ()
-        if words != self._latest_words[0]:  # requests of one file mostly have the same
-            self._latest_words = words, self._encode_words(words)
-        return self._latest_words[1]
-
-    def _encode_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        if not words or words == self._latest_words[0]:  # requests of one file mostly have the same
+            return self._latest_words[1] if words else ()
         if self._codec.vocabulary is None:
             raise RequestError(
                 Given("bad_words"),
@@ -156,7 +150,8 @@ class RequestChecker:
             )
         spellings = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
         tokens = [self._codec.encode(text, add_special_tokens=False) for text in spellings]
-        return tuple(dict.fromkeys(tuple(each) for each in tokens if each))
+        self._latest_words = words, tuple(dict.fromkeys(tuple(each) for each in tokens if each))
+        return self._latest_words[1]
 
     def _drawn(
         self, arrived: PromptRequest, token_ids: tuple[int, ...], max_tokens: int
@@ -165,9 +160,8 @@ class RequestChecker:
         Where logprobs are wanted, which nobody has kept, it is drawn again."""
         begun = self._begun.get(arrived.request_id)
         params = arrived.params
-        is_other = begun is None or begun.prompt_token_ids != token_ids
         wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
-        if begun is None or is_other or wants_logprobs:
+        if begun is None or begun.prompt_token_ids != token_ids or wants_logprobs:
             return {}
         return {
             index: drawn[: max_tokens - 1]
@@ -189,10 +183,3 @@ def _check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
         f"and a request can have {MOST_PROMPT_LOGPROBS} at most: {mend}",
         code="invalid_sampling_params",
     )
-
-
-def _cache_of(arrived: PromptRequest) -> CacheUse:
-    """A prompt whose logprobs are wanted is run whole."""
-    if arrived.params.prompt_logprobs is None:
-        return arrived.cache
-    return replace(arrived.cache, is_off=True)

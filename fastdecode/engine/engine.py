@@ -1,21 +1,17 @@
-"""The engine: requests in, one step of a lane at a time, tokens out to each
-request's listener.
+"""The engine: requests in, one step of a lane at a time, tokens out to each request's listener.
 
-A request's life: ``submit`` → waiting → room opened on its holders
-(``Open``) → its prompt run in one or more chunks →
-one token drawn a step → finished, its blocks freed (``Close``).
+A request's life: ``submit`` → waiting → room opened on its holders (``Open``) → its prompt run in
+one or more chunks → one token drawn a step → finished, its blocks freed (``Close``).
 
-One turn of the loop: take events (from R-workers and extensions) → apply them to
-the state of sequences (``fastdecode.schedule.life.lifecycle``) → carry out its
-instructions (send them, or have the extension do that handles them) → launch idle
-lanes → run the pipeline until a lane's step is over. The loop names no feature
-(``fastdecode.engine.extensions``), and doesn't know how a step is scheduled, what
-a layer computes, or where an R-worker runs.
+One turn of the loop: take events (from R-workers and extensions) → apply them to the state of
+sequences (``fastdecode.schedule.life.lifecycle``) → carry out its instructions (send them, or
+have the extension do that handles them) → launch idle lanes → run the pipeline until a lane's
+step is over. The loop names no feature (``fastdecode.engine.extensions``), and doesn't know how a
+step is scheduled, what a layer computes, or where an R-worker runs.
 
-When an R-worker is lost, its sequences start again elsewhere, and what was
-cached is recomputed from their tokens, prompt and generated alike. Since a
-token depends on the sequence alone, the text goes on as if nothing had
-happened.
+When an R-worker is lost, its sequences start again elsewhere, and what was cached is recomputed
+from their tokens, prompt and generated alike. Since a token depends on the sequence alone, the
+text goes on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -42,12 +38,10 @@ from fastdecode.core.sequence import Request
 from fastdecode.core.spec import longest_window
 from fastdecode.core.trace import Trace
 from fastdecode.engine.extensions import EngineState, Extension
-from fastdecode.engine.figures import EngineFigures, figures_of
-from fastdecode.engine.pending_samples import PendingSamples, StepSamples
-from fastdecode.engine.prompt_samples import PromptSampler
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.requests import Requests
-from fastdecode.engine.stats import EngineStats
+from fastdecode.engine.samples import Samples, StepSamples
+from fastdecode.engine.stats import EngineFigures, EngineStats, figures_of
 from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.pipeline import Pipeline
@@ -62,17 +56,11 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Runs requests to their end. Not thread-safe: one thread submits and
-    steps.
+    """Runs requests to their end. Not thread-safe: one thread submits and steps.
 
     Args:
-        s_worker: every layer that has weights.
-        pipeline: runs the lanes' steps.
-        state: of holders, sequences and requests.
-        recovery: decides what follows the loss of an R-worker; None: its
-            sequences are recomputed, and nobody replaces it.
-        extensions: the features that are on.
-        trace: told what every step did.
+        recovery: Decides what follows the loss of an R-worker. None: its sequences are
+            recomputed, and nothing replaces it.
     """
 
     def __init__(
@@ -89,7 +77,6 @@ class Engine:
         self._fleet = state.fleet
         self._lifecycle = state.lifecycle
         self.requests: Final[Requests] = state.requests
-        """Those that are waiting or running."""
         self.stats: Final[EngineStats] = state.stats
         self._trace = trace
         self._recovery = recovery or Recovery(state)
@@ -97,7 +84,7 @@ class Engine:
         self._reporting = (*extensions, self._recovery)  # the latter has no part in steps
         self._doers = {kind: each for each in self._reporting for kind in each.instructions}
         self._takers = {kind: each for each in self._reporting for kind in each.answers}
-        self._samples = PendingSamples(
+        self._samples = Samples(
             s_worker,
             state.lifecycle.sequences,
             state.requests,
@@ -147,14 +134,12 @@ class Engine:
         self._lifecycle.scheduler.set_whole_prompts(role is InstanceRole.PREFILL)
 
     def submit(self, request: Request, listener: Listener | None = None) -> None:
-        """Queue a valid request. ``listener`` gets its tokens, and its error if
-        a step ends it with one.
+        """Queue a valid request. ``listener`` gets its tokens, and its error if a step ends it
+        with one.
 
         Raises:
-            RequestError: an unfinished request has the same id, or its text
-                can't be made.
-            CapacityError: the request could never fit on any R-worker; nothing
-                was queued.
+            RequestError: an unfinished request has the same id, or its text can't be made.
+            CapacityError: the request could never fit on any R-worker; nothing was queued.
             FastDecodeError: the engine broke down before, with this error.
         """
         if self.broken is not None:
@@ -168,17 +153,14 @@ class Engine:
         except FastDecodeError:
             self._apply(events.Cancelled(request.request_id))
             raise
-        if request.params.prompt_logprobs is not None:
-            self._samples = PromptSampler.of(self._samples)
 
     def end_conversation(self, token_ids: Seq[int], salt: str) -> None:
         """Nobody goes on with a conversation that has come to these tokens."""
         self._apply(events.Ended(tuple(token_ids), salt))
 
     def cancel(self, request_id: str) -> bool:
-        """Forget an unfinished request; False if there is none of this id. What
-        it holds is free as soon as the step in flight is over, at the
-        latest."""
+        """Forget an unfinished request; False if there is none of this id. What it holds is
+        free as soon as the step in flight is over, at the latest."""
         if request_id not in self.requests:
             return False
         self.requests.forget(request_id)
@@ -195,9 +177,8 @@ class Engine:
         return waiting
 
     def abandon(self, error: FastDecodeError) -> None:
-        """A step broke down: end every unfinished request with this error. The
-        engine takes no requests from then on, since what its R-workers hold is
-        unknown."""
+        """A step broke down: end every unfinished request with this error. The engine takes no
+        requests from then on, since what its R-workers hold is unknown."""
         self.broken = without_frames(error)
         self.requests.fail_all(error)
 
@@ -419,8 +400,7 @@ class Engine:
         self._apply(events.StepDone(step.lane, (), sequences))
 
     def _take_in(self, lane: int) -> None:
-        """Take in the tokens of a lane's step that is over; wait for them, if
-        they aren't here."""
+        """Take in the tokens of a lane's step that is over; wait for them, if they aren't here."""
         tokens, began_s = self._coming.pop(lane), time.perf_counter()
         drawn = self._samples.accept(tokens)
         self._apply(events.Came(drawn))

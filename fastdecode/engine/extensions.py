@@ -25,13 +25,7 @@ from fastdecode.schedule.times import MeasuredTimes
 
 @dataclass
 class EngineState:
-    """What the engine and its extensions share.
-
-    Args:
-        fleet: the holders of KV.
-        lifecycle: the state of every sequence.
-        requests: waiting or running.
-    """
+    """What the engine and its extensions share."""
 
     fleet: HolderPool
     lifecycle: Lifecycle
@@ -102,7 +96,6 @@ class StepTiming(Extension):
     """Measures the parts of every step.
 
     Args:
-        times: where they are kept.
         lanes: decides on the number of lanes; None: it stays what it is.
     """
 
@@ -111,14 +104,11 @@ class StepTiming(Extension):
         self._lanes = lanes
 
     def num_lanes(self, current: int) -> int:
-        """See ``Extension``."""
         return current if self._lanes is None else self._lanes.decide()
 
     def regrouped(self, num_lanes: int) -> None:
-        """See ``Extension``."""
         if self._lanes is not None:
             self._lanes.regrouped(num_lanes)
 
     def completed(self, step: LaneStep, seconds: float) -> None:
-        """See ``Extension``."""
         step.tell(self._times, self._lanes, seconds)

@@ -1,12 +1,13 @@
-"""What is known of an engine once it is ready."""
+"""What is known of an LLM once it is ready."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.dtype import DType
+from fastdecode.core.model.identity import Identity
 
 if TYPE_CHECKING:
     from fastdecode.engine.instances.cluster import RunningCluster
@@ -30,40 +31,31 @@ class Facts:
     stage_layers: tuple[int, ...] = ()  # of each pipeline stage
 
 
-def facts_of(config: EngineConfig, running: Any) -> Facts:
-    """Of what runs by ``config``."""
+def facts_of(config: EngineConfig, running: RunningCluster | RunningEngine) -> Facts:
+    """Return the facts of what runs by ``config``."""
+    identity: Identity
+    layers: tuple[int, ...] = ()
     if config.instances.instances:
-        return _facts_of_cluster(config, running)
-    return _facts_of_engine(running)
-
-
-def _facts_of_engine(running: RunningEngine) -> Facts:
-    identity = running.resolved.identity
+        cluster = cast("RunningCluster", running)
+        identity, kv_placement = cluster.identity, config.r_part.kv_placement
+        decoding = [x for x in cluster.welcomes if x.role.decodes] or list(cluster.welcomes)
+        num_kv_blocks = sum(x.num_tokens // x.block_size for x in decoding)
+        kv_placement = "r" if kv_placement == "auto" else kv_placement
+    else:
+        engine = cast("RunningEngine", running)
+        identity = engine.resolved.identity
+        kv_placement = engine.resolved.config.r_part.kv_placement
+        num_kv_blocks = sum(welcome.num_blocks for welcome in engine.welcomes)
+        layers = tuple(map(len, engine.resolved.layers))
     return Facts(
         num_r_workers=running.num_r_workers,
         r_threads=max(welcome.num_threads for welcome in running.welcomes),
-        num_kv_blocks=sum(welcome.num_blocks for welcome in running.welcomes),
+        num_kv_blocks=num_kv_blocks,
         dtype=identity.dtype,
         kv_dtype=identity.kv_dtype,
-        kv_placement=running.resolved.config.r_part.kv_placement,
+        kv_placement=kv_placement,
         max_model_len=identity.max_model_len,
         vocab_size=running.spec.vocab_size,
         load_s=running.load_s,
-        stage_layers=tuple(map(len, running.resolved.layers)),
-    )
-
-
-def _facts_of_cluster(config: EngineConfig, running: RunningCluster) -> Facts:
-    placement = config.r_part.kv_placement
-    decoding = [x for x in running.welcomes if x.role.decodes] or list(running.welcomes)
-    return Facts(
-        num_r_workers=running.num_r_workers,
-        r_threads=max(welcome.num_threads for welcome in running.welcomes),
-        num_kv_blocks=sum(x.num_tokens // x.block_size for x in decoding),
-        dtype=running.identity.dtype,
-        kv_dtype=running.identity.kv_dtype,
-        kv_placement="r" if placement == "auto" else placement,
-        max_model_len=running.identity.max_model_len,
-        vocab_size=running.spec.vocab_size,
-        load_s=running.load_s,
+        stage_layers=layers,
     )

@@ -40,11 +40,7 @@ from fastdecode.core.config.engine import GROUPS, EngineConfig
 from fastdecode.core.config.options import declared
 from fastdecode.core.delta import Delta
 from fastdecode.core.errors import ConfigError, Given, RequestError, WorkerError
-from fastdecode.core.model.generation_defaults import (
-    GENERATION_CONFIGS,
-    generation_defaults,
-    told,
-)
+from fastdecode.core.model.generation_defaults import GENERATION_CONFIGS, generation_defaults, told
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.progress import Progress
 from fastdecode.core.resuming import Session
@@ -102,29 +98,27 @@ logger = logging.getLogger(__name__)
 class LLM:
     """A model, ready to generate. Close it, or use it in a ``with`` statement.
 
-    In a script that ``mpirun`` starts, the first rank goes on; in the others this
-    serves as an R-worker, or as a further S-worker, until the first is done, and
-    then ends the process.
+    In a script that ``mpirun`` starts, the first rank goes on; in the others this serves as an
+    R-worker, or as a further S-worker, until the first is done, and then ends the process.
 
-    An engine runs in a thread of its own; it may be used from any thread, by
-    one reading at a time, and an interrupt (Ctrl-C) leaves it usable. A fork of
-    the process can't use it.
+    An engine runs in a thread of its own; it may be used from any thread, by one reading at a
+    time, and an interrupt (Ctrl-C) leaves it usable. A fork of the process can't use it.
 
     Args:
         model: a Hugging Face model directory.
-        given: options of ``EngineConfig``'s groups: dtype, kv_dtype, r_workers,
-            device, …; and of ``Keeping``: conversations, conversation_ttl_s,
-            max_conversations. vLLM's names of some are known, too.
+        given: options of ``EngineConfig``'s groups: dtype, kv_dtype, r_workers, device, …; and
+            of ``Keeping``: conversations, conversation_ttl_s, max_conversations. vLLM's names of
+            some are known, too.
         progress: told what start-up is doing, one line at a time.
         trace: told what every step does, from then on.
-        times: what is known of step times beforehand, for the schedule; told
-            how long each step took.
-        session: of a run that another process can go on with, where R-workers
-            are at addresses (``fastdecode run-batch`` has one).
-        generation_config: ``auto``: requests without parameters take what the
-            model's generation_config.json recommends; ``ignore``: none.
-        seed: that seeds of requests come from, in turn, which have none of
-            their own; None: random ones.
+        times: what is known of step times beforehand, for the schedule; told how long each step
+            took.
+        session: of a run that another process can go on with, where R-workers are at addresses
+            (``fastdecode run-batch`` has one).
+        generation_config: ``auto``: requests without parameters take what the model's
+            generation_config.json recommends; ``ignore``: none.
+        seed: that seeds of requests come from, in turn, which have none of their own; None: random
+            ones.
         chat_template: for ``chat``, instead of the model's own: a file, or a text.
 
     Raises:
@@ -234,16 +228,14 @@ class LLM:
         """Continue every prompt. Results stand in the order of the prompts.
 
         Args:
-            prompts: texts, lists of token ids, or dicts with ``prompt`` or
-                ``prompt_token_ids``, and perhaps ``cache_salt``; a single one
-                is a batch of one.
-            params: for all prompts, or one each; None: what
-                ``get_default_sampling_params`` gives.
+            prompts: texts, lists of token ids, or dicts with ``prompt`` or ``prompt_token_ids``,
+                and perhaps ``cache_salt``; a single one is a batch of one.
+            params: for all prompts, or one each; None: what ``get_default_sampling_params`` gives.
             sampling_params: another name of ``params``.
-            conversation_id: of each prompt, which is what is new in that
-                conversation; an id that nobody used begins one.
-            cache: what KV blocks they share with other requests, if blocks are
-                kept (``prefix_cache``).
+            conversation_id: of each prompt, which is what is new in that conversation; an id that
+                nobody used begins one.
+            cache: what KV blocks they share with other requests, if blocks are kept
+                (``prefix_cache``).
             progress: show on stderr how far it is.
             use_tqdm: another name of ``progress``.
             others: arguments of vLLM that ask for nothing.
@@ -254,10 +246,9 @@ class LLM:
             outputs that weren't complete carry a ``WorkerError``.
 
         Raises:
-            RequestError: the arguments aren't prompts and sampling params, or
-                there aren't as many of each.
-            ConfigError: the LLM was closed, or a ``stream`` of it is still
-                being read.
+            RequestError: the arguments aren't prompts and sampling params, or there aren't as many
+                of each.
+            ConfigError: the LLM was closed, or a ``stream`` of it is still being read.
         """
         check_cache(cache)
         batch, uses = as_batch(prompts, cache)
@@ -267,7 +258,7 @@ class LLM:
         refuse_arguments(others)
         ids = as_ids(conversation_id, len(batch))
         if ids is None:
-            return self._run_all(_requests(batch, every, uses), every, progress)
+            return self._run_all(_requests(zip(batch, every, uses, strict=True)), every, progress)
         self._warn_of_turns(cache)
         turns = [
             Turn(str(i), whose, TurnPrompter(prompt, self.codec), its, use)
@@ -296,31 +287,29 @@ class LLM:
         progress: bool = False,
         **others: Unpack[ArgumentsNotSupported],
     ) -> list[RequestOutput]:
-        """Continue conversations by the model's chat template, as ``generate``
-        continues prompts.
+        """Continue conversations by the model's chat template, as ``generate`` continues prompts.
 
         Args:
-            messages: a conversation, or several:
-                ``[{"role": "user", "content": "…"}, …]``.
+            messages: a conversation, or several: ``[{"role": "user", "content": "…"}, …]``.
             params: for all conversations, or one each.
             use_tqdm: another name of ``progress``.
             sampling_params: another name of ``params``.
-            tools: that the model may call, as OpenAI's API has them: the outputs'
-                completions have ``tool_calls``, and ``content`` for the other text.
-            tool_choice: ``"auto"``, ``"none"``, ``"required"``, or
-                ``{"type": "function", "function": {"name": …}}``.
+            tools: that the model may call, as OpenAI's API has them: the outputs' completions have
+                ``tool_calls``, and ``content`` for the other text.
+            tool_choice: ``"auto"``, ``"none"``, ``"required"``, or ``{"type": "function",
+                "function": {"name": …}}``.
             parallel_tool_calls: false: at most one call.
-            chat_template: a file to use in place of the model's own, or the
-                template itself: a text with ``{``.
-            chat_template_content_format: contents reach the template as texts
-                (``string``), lists of parts (``openai``), or as it takes them (``auto``).
-            add_generation_prompt: end prompts with what begins the assistant's
-                turn; None: unless the last message is continued.
+            chat_template: a file to use in place of the model's own, or the template itself: a
+                text with ``{``.
+            chat_template_content_format: contents reach the template as texts (``string``), lists
+                of parts (``openai``), or as it takes them (``auto``).
+            add_generation_prompt: end prompts with what begins the assistant's turn; None: unless
+                the last message is continued.
             continue_final_message: the answer continues the text of the last message.
             variables: more names for the template.
             chat_template_kwargs: another name of ``variables``.
-            conversation_id: of each conversation, whose ``messages`` are the
-                new ones then; those before, and the answers, are known.
+            conversation_id: of each conversation, whose ``messages`` are the new ones then; those
+                before, and the answers, are known.
             cache, progress, others: as of ``generate``.
 
         Returns:
@@ -328,8 +317,7 @@ class LLM:
             writes it.
 
         Raises:
-            RequestError, ConfigError: as ``generate``; or there is no chat
-                template.
+            RequestError, ConfigError: as ``generate``; or there is no chat template.
         """
         chats = as_chats(messages)
         params = one_of("params", params, "sampling_params", sampling_params)
@@ -368,7 +356,8 @@ class LLM:
                 ]
             prompts, outputs = chat_prompts(chats, template, self.codec, how)
         params = [every[place] for place in prompts]
-        requests = _requests([ids for _, ids in prompts.values()], params, [cache] * len(prompts))
+        given = zip(prompts.values(), params, strict=True)
+        requests = _requests((ids, its, cache) for (_, ids), its in given)
         answered = self._run_all(requests, params, progress)
         for (place, (text, _)), output in zip(prompts.items(), answered, strict=True):
             output = replace(output, request_id=str(place), prompt=text)
@@ -386,7 +375,7 @@ class LLM:
         return copy(self._default_params)
 
     def _checked_params(self, params: object, count: int) -> list[SamplingParams]:
-        """One for each of so many requests. Raises RequestError."""
+        """Return one for each of ``count`` requests. Raise RequestError if that can't be."""
         every = as_params(params, count, self._default_params)
         if self.config.instances.instances and any(its.logits_processors for its in every):
             raise RequestError(
@@ -412,19 +401,17 @@ class LLM:
         on_tick: Callable[[], None] | None = None,
         conversations: Conversations | None = None,
     ) -> Generator[RequestOutput, None, None]:
-        """Run requests as they come from an iterable; yield each output as soon
-        as it is complete.
+        """Run requests as they come from an iterable; yield each output as soon as it is complete.
 
-        Only so many requests are taken ahead as keep the batch full, so memory
-        stays flat however many there are. Request ids must be unique among
-        those unfinished. When the engine breaks down, as it does with the loss
-        of its last R-worker, every request that was taken is yielded with that
-        error, and the stream ends.
+        Only so many requests are taken ahead as keep the batch full, so memory stays flat however
+        many there are. Request ids must be unique among those unfinished. When the engine breaks
+        down, as it does with the loss of its last R-worker, every request that was taken is
+        yielded with that error, and the stream ends.
 
         Args:
             requests: asked for the next one when there is room for it.
-            on_tick: called whenever outputs have been yielded, and a few times
-                a second. What it raises ends the stream.
+            on_tick: called whenever outputs have been yielded, and a few times a second. What it
+                raises ends the stream.
             conversations: that requests are turns of; None: the LLM's own.
         """
         return self._readings.read(
@@ -516,8 +503,7 @@ def _named(step: TokenLogprob, names: TokenText) -> TokenLogprob:
 
 
 def _chat_template(model: str, given: str | Path | None) -> ChatTemplate:
-    """A model's chat template, or what is given instead. Raises ConfigError: there is
-    none."""
+    """A model's chat template, or what is given instead. Raises ConfigError: there is none."""
     template = ChatTemplate.load(find_model(model), given)
     if template is None:
         raise ConfigError(
@@ -527,12 +513,8 @@ def _chat_template(model: str, given: str | Path | None) -> ChatTemplate:
     return template
 
 
-def _requests(
-    prompts: Sequence[Prompt], params: Sequence[SamplingParams], uses: Sequence[CacheUse]
-) -> Iterator[PromptRequest]:
-    """One a prompt."""
-    for i, (prompt, its, use) in enumerate(zip(prompts, params, uses, strict=True)):
-        yield PromptRequest(str(i), prompt, its, use)
+def _requests(given: Iterable[tuple[Prompt, SamplingParams, CacheUse]]) -> list[PromptRequest]:
+    return [PromptRequest(str(i), *each) for i, each in enumerate(given)]
 
 
 @contextlib.contextmanager

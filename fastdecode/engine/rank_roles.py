@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given, WorkerError, imports_for
@@ -31,13 +31,18 @@ def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> Engin
         The options, in an MPI job with instances for prompt stages.
 
     Raises:
-        ConfigError: there are ranks for which there is no role.
+        ConfigError: If there are ranks for which there is no role.
     """
     if (size := launched_size()) is not None:
         config = config.in_job(size)
     if config.instances.placed:
-        _serve_if_placed(config, tell)
-        return config
+        job, instances = mpi_job.join(), InstanceRanks(config.instances.placed)
+        role = instances.role(job.rank)
+        if role is RankRole.R_WORKER:
+            _serve_r_worker(config, instances=instances, silence_s=config.cluster.worker_silence_s)
+        elif role is not RankRole.CONTROLLER:
+            _serve_instance(config, tell)
+        return config  # rank 0 controls the instances, which the others are
     s_part = config.s_part
     ranks = StageRanks(s_part.pp, s_part.tp)
     num_ranks = size or 1
@@ -53,48 +58,24 @@ def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> Engin
         )
     if ranks.num_s_ranks > 1 and size is not None:
         role = ranks.role(mpi_job.join().rank)
-        if role is RankRole.MIRROR:
-            _mirror_leader(config)
-        elif role is RankRole.STAGE:
-            _serve_stage(config)
-    if size is not None and not config.cluster.r_worker_addresses:
-        _serve_if_r_worker(config)
+        if role in (RankRole.MIRROR, RankRole.STAGE):
+            _serve_s_worker(config, role)
+    has_ranks = size is not None and not config.cluster.r_worker_addresses
+    if has_ranks and mpi_job.join().rank != S_RANK:
+        _serve_r_worker(config)
     return config
 
 
-def _serve_if_r_worker(config: EngineConfig) -> None:
-    job = mpi_job.join()
-    if job.rank == S_RANK:
-        return
+def _serve_r_worker(config: EngineConfig, **more: Any) -> None:
     from rworker.host import serve_rank
 
     serve_rank(
-        job,
+        mpi_job.join(),
         kv_memory_gb=config.r_part.kv_memory_gb,
         num_threads=config.r_part.r_threads,
         cache_disk=config.cache.cache_disk,
         cache_disk_gb=config.cache.cache_disk_gb,
-    )
-
-
-def _serve_if_placed(config: EngineConfig, tell: Callable[[str], None]) -> None:
-    """Rank 0 controls the instances, which the others are: it alone returns."""
-    job, instances = mpi_job.join(), InstanceRanks(config.instances.placed)
-    role = instances.role(job.rank)
-    if role is RankRole.CONTROLLER:
-        return
-    if role is not RankRole.R_WORKER:
-        _serve_instance(config, tell)
-    from rworker.host import serve_rank
-
-    serve_rank(
-        job,
-        kv_memory_gb=config.r_part.kv_memory_gb,
-        num_threads=config.r_part.r_threads,
-        cache_disk=config.cache.cache_disk,
-        cache_disk_gb=config.cache.cache_disk_gb,
-        instances=instances,
-        silence_s=config.cluster.worker_silence_s,
+        **more,
     )
 
 
@@ -103,30 +84,24 @@ def _serve_instance(config: EngineConfig, tell: Callable[[str], None]) -> NoRetu
         from fastdecode.engine.instances.process import serve_instance_rank
 
     let_rank_0_stop()
-    if serve_instance_rank(config, tell):
-        mpi_job.leave(0)  # rank 0 decides how the job ends
-    _end_job("the controller has died")
+    _leave("the controller", is_alive=serve_instance_rank(config, tell))
 
 
-def _mirror_leader(config: EngineConfig) -> NoReturn:
+def _serve_s_worker(config: EngineConfig, role: RankRole) -> NoReturn:
     from fastdecode.engine.setup.ranks import mirror_leader, resolve_rank
+    from fastdecode.engine.setup.stages import serve_stage
 
     let_rank_0_stop()
-    mirror_leader(config, resolve_rank)
+    if role is RankRole.MIRROR:
+        mirror_leader(config, resolve_rank)
+        mpi_job.leave(0)
+    _leave("the first stage", is_alive=serve_stage(config, resolve_rank))
+
+
+def _leave(who: str, *, is_alive: bool) -> NoReturn:
+    """End this rank: if rank 0 is alive, it decides how the job ends."""
+    if not is_alive:
+        code = WorkerError.exit_code
+        logger.critical("%s has died: the job ends, with exit code %d", who, code)
+        mpi_job.leave(code)
     mpi_job.leave(0)
-
-
-def _serve_stage(config: EngineConfig) -> NoReturn:
-    from fastdecode.engine.setup.ranks import resolve_rank
-    from fastdecode.engine.setup.stage_ranks import serve_stage
-
-    let_rank_0_stop()
-    if serve_stage(config, resolve_rank):
-        mpi_job.leave(0)  # rank 0 decides how the job ends
-    _end_job("the first stage has died")
-
-
-def _end_job(why: str) -> NoReturn:
-    code = WorkerError.exit_code
-    logger.critical("%s: the job ends, with exit code %d", why, code)
-    mpi_job.leave(code)

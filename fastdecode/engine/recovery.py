@@ -1,8 +1,7 @@
-"""After a loss: the sequences of lost R-workers are recomputed, and replacements
-join.
+"""Recovery from a loss: sequences of lost R-workers are recomputed, or go on from replicas, and
+replacements join.
 
-Nothing here waits. While all are lost, ``Recovery`` says for how long there is
-no use in looking again (``pause_s``); the thread that steps the engine waits, and
+Nothing here waits. While all are lost, the thread that steps the engine waits (``pause_s``), and
 serves its inbox meanwhile.
 """
 
@@ -13,13 +12,24 @@ import math
 import time
 from collections.abc import Collection, Iterable, Iterator
 from copy import copy
+from typing import ClassVar
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.engine.fleet.replacements import Replacements
+from fastdecode.engine.fleet.replicas import Replicas
 from fastdecode.schedule.holder_states import HolderState
-from fastdecode.schedule.life.events import Event, Interrupted, Joined, Lost
+from fastdecode.schedule.life.events import (
+    Event,
+    Interrupted,
+    Joined,
+    Leaving,
+    Lost,
+    Reopened,
+    TakeOver,
+)
+from fastdecode.wire.blocks import TakenOver
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +44,7 @@ class Recovery(Extension):
     """Decides what follows a loss, and admits replacements. Every engine has one.
 
     Args:
-        state: of the engine.
-        replacements: who may come; None: nobody.
-        clock: seconds.
+        replacements: R-workers that may come; None if none may.
     """
 
     def __init__(
@@ -57,7 +65,7 @@ class Recovery(Extension):
         self._count_newcomers()  # that came before the engine was made
 
     def lose(self, holder: HolderId) -> Lost | Interrupted:
-        """A holder is gone. What follows: ``Lost`` for good, or ``Interrupted``
+        """Return what follows the loss of a holder: ``Lost`` for good, or ``Interrupted``
         until its replica takes over."""
         return Lost(holder, self._is_sure_to_return)
 
@@ -67,17 +75,17 @@ class Recovery(Extension):
         return _FIRST_PAUSE_S if self._holders.returning else 0.0
 
     def news(self) -> Iterable[Event]:
-        """Replacements that have joined, once no sequence is on the lost ones."""
+        """Return replacements that have joined, once no sequence is on the lost ones."""
         if self._replacements is not None and (vacant := self._vacant):
             yield from (*self._given_up(), *self._joined(vacant))
 
     @property
     def _is_sure_to_return(self) -> bool:
-        """Whether what is left of a lost holder is going to be one again."""
+        """Return True if what is left of a lost holder is going to be one again."""
         return self._replacements is not None and self._replacements.timeout_s == math.inf
 
     def _given_up(self) -> Iterator[Event]:
-        """Lost holders of which nothing is left, though something was."""
+        """Yield lost holders of which nothing is left, though something was."""
         if self._holders.returning and not self._is_sure_to_return:
             yield from map(Lost, sorted(self._holders.returning))
 
@@ -88,19 +96,15 @@ class Recovery(Extension):
         return [holder for holder in lost if not self._sequences.is_on(holder)]
 
     def is_stranded(self) -> bool:
-        """Whether all are lost, and replacements may come: nothing can run until
-        they have. Only time counts in which somebody asked.
+        """Return True if all are lost, and replacements may come: nothing can run until
+        they have. Only the time between calls counts.
 
         Raises:
-            WorkerError: all are lost for good: why the first of them was.
+            WorkerError: If all are lost for good. It says why the first of them was.
         """
         if not self._holders.are_lost:
             self.pause_s = 0.0
             return False
-        self._note_stranded()
-        return True
-
-    def _note_stranded(self) -> None:
         now = self._clock()
         if not self.pause_s or now - self._looked_s > _LOOK_AWAY_S:
             self._since_s = now
@@ -109,9 +113,10 @@ class Recovery(Extension):
             reasons = (self._fleet.gone or self._fleet.lost).values()
             raise copy(next(iter(reasons)))
         self.pause_s = min(max(_FIRST_PAUSE_S, 2 * self.pause_s), _LONGEST_PAUSE_S)
+        return True
 
     def _may_come(self, stranded_s: float) -> bool:
-        """Whether a replacement may still come, when all have been lost for so long."""
+        """Return True if a replacement may still come, ``stranded_s`` after all were lost."""
         if self._replacements is None:
             return False
         timeout_s = self._replacements.timeout_s
@@ -137,3 +142,97 @@ class Recovery(Extension):
         for name in self._fleet.members.take_newcomers():
             self._state.stats.num_rejoined += 1
             logger.warning("%s has replaced an R-worker that was lost", name)
+
+
+class ReplicaRecovery(Recovery):
+    """Recovers from replicas what can be, and the rest as ``Recovery`` does: a neighbour takes
+    over the lost R-worker's cache, and gives it to a replacement once that has a copy."""
+
+    instructions: ClassVar = (TakeOver,)
+    answers: ClassVar = (TakenOver,)
+
+    def __init__(
+        self,
+        state: EngineState,
+        replicas: Replicas,
+        replacements: Replacements | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        super().__init__(state, replacements, clock)
+        self._replicas = replicas
+        self._cache = state.lifecycle.scheduler.ledger.cache
+        state.stats.replicas = replicas.figures
+        replicas.hand_over_to(replacements)
+
+    def lose(self, holder: HolderId) -> Lost | Interrupted:
+        is_kept = self._replicas.lose(holder, is_used=self._is_used(holder))
+        return Interrupted(holder) if is_kept else super().lose(holder)
+
+    def _is_used(self, holder: HolderId) -> bool:
+        """Return True if sequences are on a holder, or conversations go on there."""
+        return self._sequences.is_on(holder) or self._cache.is_awaited(holder)
+
+    def do(self, order: TakeOver) -> Iterable[Event]:
+        """Ask a neighbour to take over; it may be lost meanwhile, too."""
+        if not self._replicas.take_over(order):
+            yield super().lose(order.holder)
+
+    def take(self, holder: HolderId, answer: TakenOver) -> Iterable[Event]:
+        """Take in what the neighbour has. It may be asked once more."""
+        taken = self._replicas.taken_over(holder, answer)
+        return () if taken is None else (taken,)
+
+    def news(self) -> Iterable[Event]:
+        """Return takeovers of which nothing is left, caches that are given back, and
+        replacements that have joined; then close the ring again."""
+        replicas = self._replicas
+        replicas.take_news(self._state.num_launched - 1)
+        yield from self._emptied()
+        # Where there are no others, or conversations go on there, sequences start again.
+        reopened, adopted = replicas.reopened(), self._holders.having(HolderState.ADOPTED)
+        found = [x for x in adopted if x in reopened or self._cache.is_awaited(x)]
+        yield from map(Reopened, found)
+        yield from self._returned()
+        self._count_newcomers()
+        replicas.mend(super()._vacant, may_return=self._replacements is not None)
+
+    @property
+    def _vacant(self) -> list[HolderId]:
+        """See ``Recovery``. Rings are closed without holders that are greeted again."""
+        return [holder for holder in super()._vacant if not self._replicas.is_in_ring(holder)]
+
+    def _emptied(self) -> Iterator[Event]:
+        """Yield holders that neighbours took over, and that nothing uses any more: they are
+        lost, and may be replaced."""
+        replicas, adopted = self._replicas, self._replicas.adopted
+        if adopted and not self._state.lifecycle.adoptions:
+            unused = (x for x in adopted if not self._is_used(x) and not replicas.is_leaving(x))
+            empty = list(unused)
+            for holder in empty:
+                replicas.emptied(holder)
+            yield from map(super().lose, empty)
+
+    def _returned(self) -> Iterator[Event]:
+        """Yield replacements of lost holders; and of holders that neighbours took over,
+        once the replacement has a copy."""
+        replicas, vacant = self._replicas, self._vacant
+        if self._replacements is None or not (vacant or replicas.adopted):
+            return
+        leaving: list[HolderId] = []
+        if not self._state.lifecycle.adoptions:
+            leaving = replicas.leaving(self._is_used)
+        joined = [*self._given_up(), *self._joined(vacant)]
+        yield from map(Leaving, leaving)
+        yield from joined
+
+
+def recovery_of(
+    state: EngineState,
+    replicas: Replicas | None,
+    replacements: Replacements | None,
+    clock: Clock = time.monotonic,
+) -> Recovery:
+    """Return the recovery of an engine with replicas, or without."""
+    if replicas is None:
+        return Recovery(state, replacements, clock)
+    return ReplicaRecovery(state, replicas, replacements, clock)

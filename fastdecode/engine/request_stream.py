@@ -19,8 +19,7 @@ from fastdecode.engine.service import EngineService
 T = TypeVar("T")
 Arriving: TypeAlias = PromptRequest | Turn
 MOST_WAITING = 1 << 14
-"""Turns that wait for another one of their conversation; then no request is
-asked for."""
+"""Turns that wait for another one of their conversation; then no request is asked for."""
 TICK_S = 0.2  # between two calls of ``on_tick`` while no token comes
 
 
@@ -28,13 +27,9 @@ class RequestStream:
     """One reading of deltas, from its first request to its last.
 
     Args:
-        service: runs them.
-        checker: makes requests of what arrives.
-        most_sequences: so many are in the engine, waiting ones among them,
-            before another request is asked for.
-        talk: the turns of conversations among them.
-        every_step: read of every step; or of each sequence only once it is
-            over.
+        most_sequences: so many are in the engine, waiting ones among them, before another request
+            is asked for.
+        every_step: read of every step; or of each sequence only once it is over.
     """
 
     def __init__(
@@ -47,21 +42,17 @@ class RequestStream:
         every_step: bool,
     ) -> None:
         self._talk = talk
-        self._turns: dict[OutputFold, Turn] = {}
-        """Those that aren't over."""
-        self._is_drained = False
-        """No more requests arrive."""
+        self._turns: dict[OutputFold, Turn] = {}  # that aren't over
+        self._is_drained = False  # no more requests arrive
         self._service = service
         self._checker = checker
         self._most = most_sequences
         self._queue = DeltaQueue(every_step=every_step)
         self._refused: deque[tuple[Delta, RequestOutput | None]] = deque()
-        self._num_open = 0
-        """Sequences in the engine."""
+        self._num_open = 0  # sequences in the engine
         self._folds: dict[str, OutputFold] = {}
         """What is known of requests that aren't over."""
         self.is_over = False
-        """Nobody reads it any more."""
         self.forget = service.forgetting(self._queue)
         """Takes what is still in the engine out of it."""
 
@@ -91,7 +82,12 @@ class RequestStream:
                     # is known by nothing but its cause.
                     if type(delta.error) is FastDecodeError and delta.error.__cause__ is not None:
                         raise delta.error.__cause__
-                    told, output = self._fold(delta)
+                    fold = self._folds[delta.request_id]
+                    before = fold.num_unfinished
+                    told, output = self._add(fold, delta)
+                    self._num_open -= before - (fold.num_unfinished if output is None else 0)
+                    if output is not None:
+                        del self._folds[delta.request_id]
                     if told.error is None or told.error.code != CANCELLED:
                         yield told, output
             if on_tick is not None:
@@ -110,8 +106,15 @@ class RequestStream:
                 self._num_open += request.params.n
             elif not self._num_open:
                 break  # its reader needn't wait for the next one
-        if batch:
-            self._submit(batch)
+        try:
+            if batch:
+                self._service.submit(batch, self._queue)
+        except FastDecodeError as error:
+            if self._service.snapshot().error is None:
+                raise
+            for request in batch:
+                self._num_open -= request.params.n
+                self._refuse(self._folds.pop(request.request_id), error)
 
     def _next(self, arriving: Iterator[Arriving]) -> Arriving | None:
         """Return a request that can be run now, or None."""
@@ -123,16 +126,6 @@ class RequestStream:
             if isinstance(arrived, Turn) and self._talk.waits(arrived):
                 arrived = None
         return arrived
-
-    def _submit(self, batch: list[Request]) -> None:
-        try:
-            self._service.submit(batch, self._queue)
-        except FastDecodeError as error:
-            if self._service.snapshot().error is None:
-                raise
-            for request in batch:
-                self._num_open -= request.params.n
-                self._refuse(self._folds.pop(request.request_id), error)
 
     def _checked(self, arrived: Arriving) -> Request | None:
         """Return a valid request, or None if it is refused."""
@@ -173,15 +166,6 @@ class RequestStream:
         delta = Delta(fold.request_id, 0, error=without_frames(error))
         self._refused.append(self._add(fold, delta))
 
-    def _fold(self, delta: Delta) -> tuple[Delta, RequestOutput | None]:
-        fold = self._folds[delta.request_id]
-        before = fold.num_unfinished
-        told, output = self._add(fold, delta)
-        self._num_open -= before - (fold.num_unfinished if output is None else 0)
-        if output is not None:
-            del self._folds[delta.request_id]
-        return told, output
-
     def _add(self, fold: OutputFold, delta: Delta) -> tuple[Delta, RequestOutput | None]:
         """What a request comes to with this delta, if it is its last one. A
         turn that can't be kept ends with an error in its place."""
@@ -195,14 +179,7 @@ class RequestStream:
 
 
 class RequestStreams:
-    """What a service's requests say, read by one reader at a time.
-
-    Args:
-        service: runs them.
-        checker: makes requests of what arrives.
-        most_sequences: see ``RequestStream``.
-        conversations: that requests may be turns of.
-    """
+    """What a service's requests say, read by one reader at a time."""
 
     def __init__(
         self,

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.core.holders import SequenceId
 from fastdecode.core.sequence import FinishReason, Request, Sequence, TokenLogprob
-from fastdecode.engine.prompt_logprobs import PromptLogprobs, PromptQuestions
 from fastdecode.engine.stats import EngineStats
+from fastdecode.engine.step.batch import StepBatch
 from fastdecode.schedule.life.events import Drawn
 from fastdecode.schedule.plan import Chunk
 from fastdecode.text.codec import SequenceText, TextCodec
 from fastdecode.text.grammars import GrammarMasks
-from sworker.sampling.sampler import NON_FINITE, SampledToken, SamplingState
+from sworker.sampling.sampler import NON_FINITE, SampledToken, SamplingState, token_logprob
 
 
 @dataclass(eq=False)
@@ -35,45 +39,14 @@ class Generation:
     """Tokens that were drawn before it was submitted, and have no logprobs here."""
     eos_token_ids: tuple[int, ...] = ()
 
-    @classmethod
-    def of(
-        cls,
-        sequence: Sequence,
-        codec: TextCodec,
-        eos_token_ids: tuple[int, ...],
-        vocab_size: int,
-        masks: GrammarMasks,
-        now: float,
-    ) -> Generation:
-        """Of a sequence that has just been submitted. What was drawn for it
-        before counts as if it were now."""
-        request = sequence.request
-        sampling = SamplingState(
-            params=request.params,
-            seed=request.seed,
-            prompt_token_ids=request.prompt_token_ids,
-            eos_token_ids=eos_token_ids,
-            vocab_size=vocab_size,
-            sample_index=sequence.index,
-            bad_words=request.bad_words,
-        )
-        text = codec.sequence_text(request.params, request.prompt_token_ids)
-        generation = cls(sequence, sampling, text, now, eos_token_ids=eos_token_ids)
-        for token in request.drawn.get(sequence.index, ()):
-            generation.append(SampledToken(token), eos_token_ids)
-            generation.num_known += 1
-        if request.params.structured_outputs is not None:
-            drawn = request.drawn.get(sequence.index, ())
-            sampling.grammar = masks.state(request.params.structured_outputs, drawn)
-        return generation
-
-    def append(self, drawn: SampledToken, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
+    def append(self, drawn: SampledToken) -> FinishReason | None:
         """Take in a token. Returns why the sequence is over, if the token says so."""
         params, token = self.sequence.request.params, drawn.token_id
+        is_eos = token in self.eos_token_ids and not params.ignore_eos
         self.sampling.observe(token)
         if drawn.logprob is not None:
             self.logprobs.append(drawn.logprob)
-        if (token in eos_token_ids and not params.ignore_eos) or token in params.stop_token_ids:
+        if is_eos or token in params.stop_token_ids:
             self.text.append_last(token)
             return "stop"
         is_over = self.text.append(token)
@@ -101,12 +74,123 @@ class Generation:
         )
 
     def _stop_reason(self) -> int | str | None:
-        """The token or stop string that ended it; None: EOS."""
+        """Return the token or stop string that ended it. None if EOS did."""
         if self.text.stopped_by is not None:
             return self.text.stopped_by
         params, last = self.sequence.request.params, self.sequence.token_ids[-1]
         is_eos = last in self.eos_token_ids and not params.ignore_eos
         return last if last in params.stop_token_ids and not is_eos else None
+
+
+@dataclass(eq=False)
+class PromptLogprobs:
+    """A prompt's log-probabilities, as far as they are known."""
+
+    request: Request
+    steps: dict[int, TokenLogprob] = field(default_factory=dict)
+    """Keys are places in the prompt, from 1: the first token has none."""
+    is_reported: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.steps) == len(self.request.prompt_token_ids) - 1
+
+    def take(self) -> tuple[TokenLogprob | None, ...] | None:
+        """All of them, the first of which is None; they are reported once."""
+        if self.is_reported or not self.is_complete:
+            return None
+        self.is_reported = True
+        return (None, *(self.steps[place] for place in sorted(self.steps)))
+
+
+@dataclass(frozen=True)
+class AskedRows:
+    """Rows of one step whose next tokens are a prompt's."""
+
+    rows: NDArray[np.int64]
+    """[P], among the step's rows that were asked for."""
+    tokens: NDArray[np.int64]
+    """[P], what follows."""
+    owners: tuple[tuple[PromptLogprobs, int], ...]
+    """[P], whose, and the place in its prompt."""
+    chunks: tuple[Chunk, ...]
+    """[P], whose rows they are."""
+
+    @property
+    def count(self) -> int:
+        """The most likeliest tokens that any of them wants."""
+        return max(owner.request.params.prompt_logprobs or 0 for owner, _ in self.owners)
+
+
+class PromptQuestions:
+    """What requests that aren't over want to know of their prompts."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, PromptLogprobs] = {}
+
+    def add(self, request: Request) -> PromptLogprobs:
+        """One that wants some has been submitted."""
+        asked = PromptLogprobs(request)
+        if not asked.is_complete:
+            self._open[request.request_id] = asked
+        return asked
+
+    def forget(self, request_id: str) -> None:
+        self._open.pop(request_id, None)
+
+    def asks(self, batch: StepBatch) -> NDArray[np.bool_] | None:
+        """Return [N] which chunks' rows of a step are asked for. None if none are."""
+        if not self._open:
+            return None
+        return np.array(
+            [
+                chunk.sequence.request.request_id in self._open
+                and chunk.first < chunk.sequence.num_prompt_tokens - 1
+                for chunk in batch.chunks
+            ]
+        )
+
+    def rows(self, batch: StepBatch) -> AskedRows | None:
+        """Return the asked rows of a step. None if no request wants them any more."""
+        assert batch.asks is not None
+        owners: list[tuple[PromptLogprobs, int]] = []
+        rows: list[int] = []
+        chunks: list[Chunk] = []
+        row = 0
+        for chunk, is_asked in zip(batch.chunks, batch.asks.tolist(), strict=True):
+            if not is_asked:
+                continue
+            asked = self._open.get(chunk.sequence.request.request_id)
+            for place in range(chunk.first + 1, chunk.first + 1 + chunk.num_tokens):
+                is_new = asked is not None and place not in asked.steps
+                if asked is not None and is_new and place < len(asked.request.prompt_token_ids):
+                    owners.append((asked, place))
+                    rows.append(row)
+                    chunks.append(chunk)
+                row += 1
+        if not rows:
+            return None
+        tokens = [owner.request.prompt_token_ids[place] for owner, place in owners]
+        return AskedRows(
+            np.array(rows, np.int64), np.array(tokens, np.int64), tuple(owners), tuple(chunks)
+        )
+
+    def take_in(self, rows: AskedRows, found: Seq[Seq[float]], wanted: Seq[Chunk]) -> None:
+        """Take in log-probabilities. No more is asked of prompts that are complete then.
+
+        Args:
+            found: what ``prompt_logprobs`` gave, on the host.
+            wanted: chunks whose rows mean something: they lost no R-worker.
+        """
+        ids = {chunk.sequence.sequence_id for chunk in wanted}
+        for (owner, place), chunk, token, numbers in zip(
+            rows.owners, rows.chunks, rows.tokens.tolist(), found, strict=True
+        ):
+            if chunk.sequence.sequence_id in ids:
+                count = owner.request.params.prompt_logprobs or 0
+                owner.steps[place] = token_logprob(token, numbers, count)
+                if owner.is_complete:
+                    self.forget(owner.request.request_id)
 
 
 @dataclass(eq=False)
@@ -117,52 +201,33 @@ class Group:
     generations: list[Generation]
     listener: Listener | None
     num_unfinished: int
+    prompt_logprobs: PromptLogprobs | None = None
 
     def tell(self, generation: Generation, reason: FinishReason | None) -> None:
-        """One of its sequences has one more token; with a reason, its last."""
-        if self.listener is not None and (self.listener.every_step or reason is not None):
-            self.listener.tell(generation.delta(reason))
-
-    def fail(self, error: FastDecodeError) -> None:
-        """The request ends with an error."""
-        if self.listener is not None:
-            self.listener.tell(Delta(self.request.request_id, 0, error=error))
-
-
-@dataclass(eq=False)
-class AskingGroup(Group):
-    """A request that wants the log-probabilities of its prompt's tokens, and its sequences."""
-
-    prompt_logprobs: PromptLogprobs
-
-    def tell(self, generation: Generation, reason: FinishReason | None) -> None:
-        """See ``Group``; the first time, of the prompt, too."""
+        """Tell the listener of one more token; with a reason, of the last one."""
         if self.listener is not None and (self.listener.every_step or reason is not None):
             delta = generation.delta(reason)
-            self.listener.tell(replace(delta, prompt_logprobs=self.prompt_logprobs.take()))
+            if self.prompt_logprobs is not None:
+                delta = replace(delta, prompt_logprobs=self.prompt_logprobs.take())
+            self.listener.tell(delta)
+
+    def fail(self, error: FastDecodeError) -> None:
+        if self.listener is not None:
+            self.listener.tell(Delta(self.request.request_id, 0, error=error))
 
 
 class Requests:
     """All that an engine has not finished yet.
 
     Args:
-        codec: between text and token ids.
-        eos_token_ids: any of them ends a sequence, unless the request ignores
-            EOS.
-        vocab_size: of the model.
-        masks: what structured outputs allow.
+        eos_token_ids: any of them ends a sequence, unless the request ignores EOS.
     """
 
     def __init__(
-        self,
-        codec: TextCodec,
-        eos_token_ids: tuple[int, ...],
-        vocab_size: int,
-        masks: GrammarMasks,
+        self, codec: TextCodec, eos_token_ids: tuple[int, ...], vocab_size: int, masks: GrammarMasks
     ) -> None:
         self._masks = masks
-        self.prompt_questions: PromptQuestions | None = None
-        """None: no request wants to know anything of its prompt."""
+        self.prompt_questions: PromptQuestions | None = None  # until a request has some
         self._codec = codec
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
@@ -184,26 +249,38 @@ class Requests:
         return len(self._generations)
 
     def add(
-        self,
-        request: Request,
-        sequences: Iterable[Sequence],
-        now: float,
-        listener: Listener | None,
+        self, request: Request, sequences: Iterable[Sequence], now: float, listener: Listener | None
     ) -> None:
         """A request that has just been submitted."""
-        generations = [
-            Generation.of(
-                sequence, self._codec, self._eos_token_ids, self._vocab_size, self._masks, now
-            )
-            for sequence in sequences
-        ]
+        generations = [self._generation(sequence, now) for sequence in sequences]
         group = Group(request, generations, listener, len(generations))
         if request.params.prompt_logprobs is not None:
             self.prompt_questions = self.prompt_questions or PromptQuestions()
-            asked = self.prompt_questions.add(request)
-            group = AskingGroup(request, generations, listener, len(generations), asked)
+            group.prompt_logprobs = self.prompt_questions.add(request)
         self._groups[request.request_id] = group
         self._generations.update((one.sequence.sequence_id, one) for one in generations)
+
+    def _generation(self, sequence: Sequence, now: float) -> Generation:
+        """Return the generation of a sequence that has just been submitted. What was drawn for it
+        before counts as if it were now."""
+        request, drawn = sequence.request, sequence.request.drawn.get(sequence.index, ())
+        sampling = SamplingState(
+            params=request.params,
+            seed=request.seed,
+            prompt_token_ids=request.prompt_token_ids,
+            eos_token_ids=self._eos_token_ids,
+            vocab_size=self._vocab_size,
+            sample_index=sequence.index,
+            bad_words=request.bad_words,
+        )
+        text = self._codec.sequence_text(request.params, request.prompt_token_ids)
+        generation = Generation(sequence, sampling, text, now, eos_token_ids=self._eos_token_ids)
+        for token in drawn:
+            generation.append(SampledToken(token))
+        generation.num_known = len(drawn)
+        if request.params.structured_outputs is not None:
+            sampling.grammar = self._masks.state(request.params.structured_outputs, drawn)
+        return generation
 
     def generations_of(self, chunks: Iterable[Chunk]) -> list[Generation]:
         """What the chunks' sequences have generated."""
@@ -237,7 +314,7 @@ class Requests:
                 if not generation.num_known:
                     stats.ttft.add(now - generation.submitted_s)
             generation.last_token_s = now
-            reason = generation.append(token, self._eos_token_ids)
+            reason = generation.append(token)
             drawn.append(Drawn(sequence, token.token_id, reason))
         return tuple(drawn)
 

@@ -1,35 +1,30 @@
-"""One way into an engine: requests in from any thread, deltas out, and one
-thread that owns the engine.
+"""One way into an engine: requests in from any thread, deltas out, and one thread that owns the
+engine.
 
-That thread makes the engine, steps it while there is work, and sleeps while
-there is none. What others want is put into its inbox, and looked at between two
-steps. So an interrupt (Ctrl-C) of a thread that waits for an answer never comes
-in the middle of a step: the engine stays usable.
+That thread makes the engine, steps it while there is work, and sleeps while there is none. What
+others want is put into its inbox, and looked at between two steps. So an interrupt (Ctrl-C) of a
+thread that waits for an answer never comes in the middle of a step: the engine stays usable.
 
-The engine is made by the thread that steps it, since OpenMP's threads and
-CUDA's current device belong to the thread that calls. Where only one certain
-thread may do what a step does (an MPI library that doesn't let threads take
-turns), the service has no thread of its own: the one that waits for deltas runs
-the steps meanwhile, and an interrupt is kept until the step is over.
+The engine is made by the thread that steps it, since OpenMP's threads and CUDA's current device
+belong to the thread that calls. Where only one certain thread may do what a step does (an MPI
+library that doesn't let threads take turns), the service has no thread of its own: the one that
+waits for deltas runs the steps meanwhile, and an interrupt is kept until the step is over.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import logging
 import os
-import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from msgspec import structs
@@ -42,8 +37,9 @@ from fastdecode.core.errors import (
     duplicate_id,
     without_frames,
 )
-from fastdecode.core.host.processes import Interrupted
 from fastdecode.core.sequence import Request
+from fastdecode.engine.interrupts import kept_interrupts, raise_if, start
+from fastdecode.engine.open_requests import OpenRequests
 from fastdecode.wire.instances import EngineNumbers, StatusReport
 
 logger = logging.getLogger(__name__)
@@ -92,17 +88,8 @@ class Served(Protocol):
 T = TypeVar("T", bound=Served)
 
 
-@dataclass(eq=False)
-class _OpenRequest:
-    """A request that isn't over."""
-
-    reader: DeltaQueue
-    num_left: int
-    """Sequences that aren't over."""
-
-
 class _Steps:
-    """How many there were, and how long the latest took."""
+    """Counts steps, and measures the longest of the latest."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -112,7 +99,6 @@ class _Steps:
         self._latest_s: deque[float] = deque([0.0] * NUM_LATEST_STEPS)
 
     def count(self, began_s: float) -> None:
-        """Count a step that is over."""
         self.num += 1
         self.ended_s = time.monotonic()
         took_s = self.ended_s - began_s
@@ -145,12 +131,10 @@ class EngineService(Generic[T]):
     but not from a fork of the process. The others are for the thread that owns the engine.
 
     Args:
-        make: makes the engine, in the thread that will own it.
-        own_thread: whether the service has a thread of its own; without one,
-            the thread that calls ``open`` must also call ``take``, ``call``,
+        make: Makes the engine, in the thread that will own it.
+        own_thread: False: the thread that calls ``open`` must also call ``take``, ``call``,
             ``drain`` and ``close``.
-        in_callers_thread: called before the engine is made, and before requests are
-            queued; None: nothing is.
+        in_callers_thread: Called before the engine is made, and before requests are queued.
     """
 
     def __init__(
@@ -171,8 +155,7 @@ class EngineService(Generic[T]):
         if own_thread:
             self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
         self._served: T | None = None
-        self._open: dict[str, _OpenRequest] = {}
-        self._fresh: dict[DeltaQueue, list[Delta]] = {}
+        self._open = OpenRequests()
         self._drained: list[SimpleQueue[None]] = []
         self._steps = _Steps()
         self._numbers = EngineNumbers()
@@ -207,21 +190,19 @@ class EngineService(Generic[T]):
         if self._thread is None:
             self._make_engine()
         else:
-            _start(self._thread, self._made, self.ask_to_close)
+            start(self._thread, self._made, self.ask_to_close)
         atexit.register(self._leave)
         return self.served
 
     def submit(self, requests: Iterable[Request], reader: DeltaQueue) -> None:
-        """Queue requests, whose ids are unique among the open ones; work on
-        them begins at once.
+        """Queue requests, whose ids are unique among the open ones; work on them begins at once.
 
-        Every request comes to one last delta for each of its sequences, or to
-        one error: a CapacityError if it could never fit, a RequestError if its
-        id is in use.
+        Every request comes to one last delta for each of its sequences, or to one error: a
+        CapacityError if it could never fit, a RequestError if its id is in use.
 
         Raises:
-            FastDecodeError: If the engine is broken (why), closed, draining or
-                another process's; nothing was queued.
+            FastDecodeError: If the engine is broken (why), closed, draining or another process's;
+                nothing was queued.
         """
         self._check_usable()
         if self._in_callers_thread is not None:
@@ -229,9 +210,8 @@ class EngineService(Generic[T]):
         self._put(partial(self._accept, list(requests), reader))
 
     def cancel(self, request_id: str) -> None:
-        """End a request with the error ``cancelled``; what it holds is free
-        when the step in flight is over. Ids of requests that are over, or of
-        none, are no error."""
+        """End a request with the error ``cancelled``; what it holds is free when the step in
+        flight is over. Ids of requests that are over, or of none, are no error."""
         self._put(partial(self._cancel, request_id))
 
     def cancel_waiting(self, reader: DeltaQueue) -> None:
@@ -243,9 +223,8 @@ class EngineService(Generic[T]):
         self._put(partial(self._cancel_all, reader, error))
 
     def forgetting(self, reader: DeltaQueue) -> Callable[[], None]:
-        """A call that ends all requests of a reader, without a word. It is one
-        call in C, so an interrupt comes before or after it; it may be made
-        twice."""
+        """A call that ends all requests of a reader, without a word. It is one call in C, so an
+        interrupt comes before or after it; it may be made twice."""
         return partial(self._inbox.put, partial(self._forget_all, reader))
 
     def take(self, reader: DeltaQueue, timeout_s: float | None = None) -> list[Delta]:
@@ -269,21 +248,25 @@ class EngineService(Generic[T]):
         done: SimpleQueue[BaseException | None] = SimpleQueue()
 
         def act_if_open() -> None:
-            self._check_usable()
-            act(self.served)
+            try:
+                self._check_usable()
+                act(self.served)
+            except BaseException as error:
+                done.put(error)
+            else:
+                done.put(None)
 
-        self._put(partial(_do, act_if_open, done))
+        self._put(act_if_open)
         while self._thread is None and done.empty():
             self._turn(0)
-        _raise(done.get())
+        raise_if(done.get())
 
     def look(self, at: Callable[[T], None] = lambda served: None) -> None:
-        """Have the engine find out how its R-workers are, if it has no work:
-        otherwise it does so anyway. Then have ``at`` look at it, between two
-        steps, unless it is broken or closed. Doesn't wait. If no R-worker is
-        left, or ``at`` raises a FastDecodeError, it is broken afterwards; any
-        other exception of ``at`` is logged. May be called while the engine is
-        being made, by what it has started already."""
+        """Have the engine find out how its R-workers are, if it has no work: otherwise it does
+        so anyway. Then have ``at`` look at it, between two steps, unless it is broken or
+        closed. Doesn't wait. If no R-worker is left, or ``at`` raises a FastDecodeError, it is
+        broken afterwards; any other exception of ``at`` is logged. May be called while the
+        engine is being made, by what it has started already."""
         self._put(partial(self._look, at))
 
     def snapshot(self) -> Snapshot:
@@ -322,9 +305,8 @@ class EngineService(Generic[T]):
             self._inbox.put(partial(setattr, self, "_is_closing", True))
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Close the engine; requests that are open end with an error. Safe to
-        call twice. A thread that doesn't end in time is left to the end of the process,
-        with a warning.
+        """Close the engine; requests that are open end with an error. Safe to call twice. A thread
+        that doesn't end in time is left to the end of the process, with a warning.
 
         Raises:
             WorkerError: If an R-worker that wasn't lost did not stop in time.
@@ -339,7 +321,7 @@ class EngineService(Generic[T]):
             if self._thread.is_alive():
                 logger.warning("an engine has not stopped within %.0f s: it hangs", timeout_s)
         failed, self._closing_failed = self._closing_failed, None
-        _raise(failed)
+        raise_if(failed)
 
     def _check_usable(self) -> None:
         here = os.getpid()
@@ -370,11 +352,9 @@ class EngineService(Generic[T]):
         if self._is_finished.is_set():
             self._see_off()
 
-    # The loop.
-
     def _make_engine(self) -> None:
         served = self._make()
-        self._numbers = self._numbers_of(served)
+        self._note(served)
         self._served = served
 
     def _live(self) -> None:
@@ -421,7 +401,7 @@ class EngineService(Generic[T]):
         self._hand_out()
 
     def _turn_alone(self, timeout_s: float) -> None:
-        """One turn, where no thread runs it to its end; and to its end if that was
+        """Take one turn, where no thread runs it to its end; and run it to its end if that was
         asked for."""
         self._turn(timeout_s)
         if self._is_closing:
@@ -452,19 +432,16 @@ class EngineService(Generic[T]):
             self._break_down(error)
         if stepped:
             self._steps.count(began_s)
-        self._note()
+        self._note(self.served)
 
     @property
     def has_work(self) -> bool:
         """Return True if a step would do anything."""
         return self._broken is None and self.served.engine.has_work
 
-    def _note(self) -> None:
-        self._numbers = self._numbers_of(self.served)
-
-    def _numbers_of(self, served: Any) -> EngineNumbers:
+    def _note(self, served: Any) -> None:
         steps = self._steps
-        return EngineNumbers(
+        self._numbers = EngineNumbers(
             steps.num,
             steps.ended_s,
             steps.longest_s,
@@ -483,69 +460,61 @@ class EngineService(Generic[T]):
             self.served.engine.abandon(self._broken)
         except Exception:
             logger.exception("what the engine held could not be given up")
-        for request_id in list(self._open):
-            self._end_with(request_id, self._broken)
+        for request_id in self._open:
+            self._open.end(request_id, self._broken)
 
     def _end(self) -> None:
         """End what is open, leave nothing in flight, and close the engine."""
         self._ended = ConfigError("the LLM was closed before this request was over", code="closed")
-        for request_id in list(self._open):
+        for request_id in self._open:
             try:
                 self._forget(request_id)
             finally:
-                self._end_with(request_id, self._ended)
+                self._open.end(request_id, self._ended)
         self._hand_out()
         while self.has_work:
             self._step()
         self.served.close()
-        self._note()
-
-    # Requests and their readers.
+        self._note(self.served)
 
     def _accept(self, requests: Sequence[Request], reader: DeltaQueue) -> None:
         """Hand requests to the engine. Those that it refuses end with its reason."""
-        listener = Listener(self._tell, reader.every_step)
+        listener = Listener(self._open.tell, reader.every_step)
         for request in requests:
             request_id = request.request_id
             if request_id in self._open:
                 reader.put([Delta(request_id, 0, error=duplicate_id(request_id))])
                 continue
-            self._open[request_id] = _OpenRequest(reader, request.params.n)
+            self._open.add(request_id, reader, request.params.n)
             try:
                 refusal = self._broken or self._ended
                 if refusal is not None:
                     raise copy(refusal)
                 self.served.engine.submit(request, listener)
             except FastDecodeError as error:
-                self._end_with(request_id, without_frames(error))
+                self._open.end(request_id, without_frames(error))
             except Exception as error:
                 logger.exception("a request can't be queued")
                 self._forget(request_id)
-                self._end_with(request_id, _typed_of("it can't be queued", error))
+                self._open.end(request_id, _typed_of("it can't be queued", error))
 
     def _cancel(self, request_id: str) -> None:
         if request_id in self._open:
             self._forget(request_id)
-            self._end_with(request_id, _cancelled())
+            self._open.end(request_id, _cancelled())
 
     def _cancel_waiting(self, reader: DeltaQueue) -> None:
-        for request_id in self.served.engine.cancel_waiting(set(self._open_of(reader))):
-            self._end_with(request_id, _cancelled())
+        for request_id in self.served.engine.cancel_waiting(set(self._open.of(reader))):
+            self._open.end(request_id, _cancelled())
 
     def _cancel_all(self, reader: DeltaQueue, error: FastDecodeError) -> None:
-        for request_id in self._open_of(reader):
+        for request_id in self._open.of(reader):
             self.served.engine.cancel(request_id)
-            self._end_with(request_id, error)
+            self._open.end(request_id, error)
 
     def _forget_all(self, reader: DeltaQueue) -> None:
-        """End all requests of a reader, which gets no last delta."""
-        for request_id in self._open_of(reader):
-            del self._open[request_id]
+        for request_id in self._open.drop(reader):
             self._forget(request_id)
-        self._fresh.pop(reader, None)
-
-    def _open_of(self, reader: DeltaQueue) -> list[str]:
-        return [request_id for request_id, asked in self._open.items() if asked.reader is reader]
 
     def _forget(self, request_id: str) -> None:
         """Have the engine cancel a request. A bug in that ends no other request."""
@@ -568,91 +537,11 @@ class EngineService(Generic[T]):
         except Exception:
             logger.exception("a look at the engine failed")
 
-    def _tell(self, delta: Delta) -> None:
-        """Keep a delta for its reader until the step is over."""
-        asked = self._open.get(delta.request_id)
-        if asked is None:
-            return
-        self._fresh.setdefault(asked.reader, []).append(delta)
-        asked.num_left -= delta.finish_reason is not None
-        if delta.error is not None or not asked.num_left:
-            del self._open[delta.request_id]
-
-    def _end_with(self, request_id: str, error: FastDecodeError) -> None:
-        self._tell(Delta(request_id, 0, error=error))
-
     def _hand_out(self) -> None:
         """Give readers what they haven't been given, and say that no request is open."""
-        fresh, self._fresh = self._fresh, {}
-        for reader, deltas in fresh.items():
-            reader.put(deltas)
+        self._open.hand_out()
         while self._drained and (not self._open or self._is_finished.is_set()):
             self._drained.pop().put(None)
-
-
-def _start(
-    thread: threading.Thread,
-    made: SimpleQueue[BaseException | None],
-    ask_to_close: Callable[[], None],
-) -> None:
-    """Have the thread make the engine, and wait until it has. Raises what that raises."""
-    try:
-        thread.start()
-        failed = made.get()
-    except BaseException:
-        # Interrupted. What would have stopped this thread, had it made the
-        # engine, stops the one that makes it.
-        ask_to_close()
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Interrupted)
-        )
-        raise
-    _raise(failed)
-
-
-def _do(act: Callable[[], None], done: SimpleQueue[BaseException | None]) -> None:
-    try:
-        act()
-    except BaseException as error:
-        done.put(error)
-    else:
-        done.put(None)
-
-
-def _raise(failed: BaseException | None) -> None:
-    try:
-        if failed is not None:
-            raise failed
-    finally:
-        del failed  # its traceback has this frame, which would keep it
-
-
-@contextlib.contextmanager
-def kept_interrupts() -> Iterator[Callable[[], bool]]:
-    """Inside, Ctrl-C is kept until the end; a second one isn't. Gives whether
-    one is kept. Where the signal has another handler than Python's own, or in
-    another thread than the main one, nothing is changed."""
-    before = signal.getsignal(signal.SIGINT)
-    if (
-        before is not signal.default_int_handler
-        or threading.current_thread() is not threading.main_thread()
-    ):
-        yield lambda: False
-        return
-    kept: list[int] = []
-
-    def keep(number: int, frame: FrameType | None) -> None:
-        if kept:
-            signal.default_int_handler(number, frame)
-        kept.append(number)
-
-    signal.signal(signal.SIGINT, keep)
-    try:
-        yield lambda: bool(kept)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if kept:
-        raise KeyboardInterrupt
 
 
 def _cancelled() -> RequestError:

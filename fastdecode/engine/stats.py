@@ -1,22 +1,83 @@
-"""What an engine has done since it started, in numbers."""
+"""What an engine has done since it started, and how it is: values only, which other threads and
+processes may read."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.replicas import ReplicaFigures
-from fastdecode.engine.latency import LatencyHistogram
+from fastdecode.engine.fleet.failovers import ReplicaFigures
+from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.schedule.cache.rates import TierCounts
+from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.hybrid.control import HybridCounts
 from fastdecode.schedule.life.adoption import AdoptionCounts
 from fastdecode.schedule.life.sequences import SequenceCounts
+from fastdecode.wire.transport import loss
 
 if TYPE_CHECKING:
     from sworker.swap.figures import SwapFigures  # would bring torch to who controls instances
+
+LOWEST_S = 1e-6
+HIGHEST_S = 1e6
+GROWTH = 1.02
+
+
+class LatencyHistogram:
+    """Counts durations in buckets, each 2% wider than the one before: a
+    percentile is off by 1% at most.
+
+    Durations below a microsecond count as one, those above 11 days as 11 days.
+    """
+
+    def __init__(self) -> None:
+        self._counts = [0] * (_bucket(HIGHEST_S) + 1)
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def add(self, duration_s: float) -> None:
+        self._counts[_bucket(duration_s)] += 1
+        self._num += 1
+
+    def add_all(self, other: LatencyHistogram) -> None:
+        """Add what another has counted."""
+        for bucket, count in enumerate(other._counts):
+            self._counts[bucket] += count
+        self._num += other._num
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """By bucket, as far as there are any."""
+        return {bucket: count for bucket, count in enumerate(self._counts) if count}
+
+    def add_count(self, bucket: int, count: int) -> None:
+        """Add ``count`` durations to a bucket. Raise IndexError if it does not exist."""
+        if bucket < 0 or count < 0:
+            raise IndexError(f"{count} durations in bucket {bucket}")
+        self._counts[bucket] += count
+        self._num += count
+
+    def percentile(self, percent: float) -> float | None:
+        """Seconds that ``percent`` of the durations don't exceed (nearest
+        rank); None if there are none."""
+        assert 0 < percent <= 100
+        rank = math.ceil(self._num * percent / 100)
+        seen = 0
+        for bucket, count in enumerate(self._counts):
+            seen += count
+            if count and seen >= rank:
+                return LOWEST_S * math.exp((bucket + 0.5) * math.log(GROWTH))
+        return None
+
+
+def _bucket(duration_s: float) -> int:
+    return int(math.log(min(max(duration_s, LOWEST_S), HIGHEST_S) / LOWEST_S) / math.log(GROWTH))
 
 
 @dataclass(frozen=True)
@@ -61,11 +122,11 @@ class EngineStats(SequenceCounts):
     num_rejoined: int = 0
     """R-workers that took the place of lost ones."""
     replicas: ReplicaFigures | None = None
-    """What has become of replicas; None: there are none."""
+    """Events of replicas. None if there are none."""
     resumed: AdoptionCounts = field(default_factory=AdoptionCounts)
-    """What went on from them."""
+    """Sequences that continued from them."""
     attached: AttachedCounts | None = None
-    """What R-workers had kept of the run that was gone on with; None: none was."""
+    """What R-workers had kept of the run that is continued. None if none is."""
     hybrid: HybridCounts | None = None
     """With KV on both sides: what was done where."""
     num_ahead: int = 0
@@ -73,14 +134,13 @@ class EngineStats(SequenceCounts):
     tiers: TierCounts = field(default_factory=TierCounts)
     """Kept blocks that were moved between tiers."""
     swap: SwapFigures | None = None
-    """What was copied of lanes' KV, in the first stage; None: nothing is
-    swapped."""
+    """What was copied of lanes' KV, in the first stage; None: nothing is swapped."""
     num_handed_over: int = 0
     """With several instances: requests whose prompts were fetched by another one."""
     num_failed_fetches: int = 0
     """Those whose prompts couldn't be, and were run again."""
     num_moved: int = 0
-    """And those that another one went on with after a failure."""
+    """Those that another one continued after a failure."""
     num_role_changes: int = 0
     """Instances that were given another role."""
     fetched_bytes: int = 0
@@ -91,7 +151,7 @@ class EngineStats(SequenceCounts):
     """In which any of them was under way, as the engine hears of it: between two steps."""
 
     def begin_anew(self) -> None:
-        """Numbers and times are told from now on: of what runs for somebody else."""
+        """Reset numbers and times, for another peer."""
         fresh = EngineStats()
         for each in fields(self):
             value = getattr(fresh, each.name)
@@ -113,7 +173,7 @@ class EngineStats(SequenceCounts):
         return self.load_sum / max(self.num_steps, 1)
 
     def count_step(self, each_s: Mapping[HolderId, float]) -> None:
-        """A step is over, for which each holder computed so long."""
+        """Count a step, with the seconds that each holder computed."""
         self.num_steps += 1
         self.r_compute_s += max(each_s.values(), default=0.0)
         self.r_busy_s += sum(each_s.values())
@@ -121,8 +181,8 @@ class EngineStats(SequenceCounts):
             self.r_busy_each_s[holder] += busy_s
 
     def count_time(self, elapsed_s: float, wait_s: float, *, is_prefill: bool) -> None:
-        """So much time has passed, of which the S-worker waited so long;
-        ``is_prefill``: part of a prompt ran in it."""
+        """Count time, and how much of it the S-worker waited. ``is_prefill``: part of a prompt ran
+        in it."""
         self.wait_s += wait_s
         if is_prefill:
             self.prefill_s += elapsed_s
@@ -130,7 +190,58 @@ class EngineStats(SequenceCounts):
             self.decode_s += elapsed_s
 
     def count_load(self, load: int, num_prompt_tokens: int) -> None:
-        """A step is over, with so many tokens cached; so many of prompts have run in it."""
+        """Count the cached tokens at the end of a step, and the prompt tokens that ran in it."""
         self.load_sum += load
         self.load_peak = max(self.load_peak, load)
         self.num_prompt_tokens += num_prompt_tokens
+
+
+@dataclass(frozen=True)
+class HolderFigures:
+    """A holder, which is an R-worker wherever there are R-workers."""
+
+    name: str
+    lost: str | None
+    """Why it is lost, without its name; None: it isn't."""
+    kv_blocks: int
+    kv_blocks_used: int
+    """Reserved, or in use: not those that are only kept for requests to come."""
+    load_tokens: int
+    """Cached for sequences that run."""
+    busy_s: float
+    """Its compute, summed over all steps."""
+
+
+@dataclass(frozen=True)
+class EngineFigures:
+    lanes: int
+    r_workers: tuple[HolderFigures, ...]
+
+    def lost_with(self, why: str) -> EngineFigures:
+        """Of an engine that is gone: so are its holders, and nothing of them is in use."""
+        gone = (
+            replace(each, lost=each.lost or why, kv_blocks_used=0, load_tokens=0)
+            for each in self.r_workers
+        )
+        return replace(self, r_workers=tuple(gone))
+
+
+def figures_of(
+    stats: EngineStats, scheduler: ContinuousScheduler, fleet: HolderPool
+) -> EngineFigures:
+    """Return the figures as they are between two steps."""
+    loads: Counter[HolderId] = Counter()  # tokens cached for sequences that run
+    for lane in scheduler.lanes:
+        for run in lane.running.values():
+            for part in run.residence.parts:
+                cached = run.sequence.num_present - part.first_token
+                loads[part.holder] += max(0, min(part.num_tokens, cached))
+    holders, lost = [], fleet.lost
+    for holder in map(HolderId, range(len(fleet))):
+        num_blocks, name = scheduler.ledger.capacity.blocks(holder), fleet.peer(holder)
+        used, why = num_blocks - scheduler.ledger.available_blocks(holder), None
+        if holder in lost:
+            used, why = 0, loss(name, lost[holder]).removeprefix(f"{name} is lost: ")
+        busy_s = stats.r_busy_each_s[holder]
+        holders.append(HolderFigures(name, why, num_blocks, used, loads[holder], busy_s))
+    return EngineFigures(len(scheduler.lanes), tuple(holders))

@@ -44,13 +44,13 @@ class Transfers(Extension):
     """
 
     def __init__(self, state: EngineState) -> None:
-        self._moves = state.fleet.moves
+        self._fleet = state.fleet
         self._stats = state.stats
         self._fetching = FetchingTime()
 
     def news(self) -> Iterable[Event]:
         """See ``Extension``."""
-        for moved in self._moves.take_tiers():
+        for moved in self._fleet.take_moves():
             if isinstance(moved, Pulled):
                 self._count(moved)
             yield moved

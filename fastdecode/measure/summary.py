@@ -9,9 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from cost_model.printing import times_text
-from fastdecode.engine.latency import LatencyHistogram
 from fastdecode.engine.llm import LLM
-from fastdecode.engine.stats import EngineStats
+from fastdecode.engine.stats import EngineStats, LatencyHistogram
 
 
 def summarise(llm: LLM, started_s: float, num_requests: int, num_failed: int) -> dict[str, Any]:

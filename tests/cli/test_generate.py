@@ -280,7 +280,7 @@ def test_a_model_that_cannot_be_loaded_is_told_in_a_line(
     def load(*_: object, **__: object) -> object:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee more")
 
-    monkeypatch.setattr(launch, "load_model", load)
+    monkeypatch.setattr(launch, "load_stage", load)
     (tmp_path / "in.jsonl").write_text(line("a", prompt_token_ids=[5]))
     output = tmp_path / "out.jsonl"
     files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]

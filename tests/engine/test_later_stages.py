@@ -21,10 +21,10 @@ from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.resharing import GROUP, Resharing
+from fastdecode.engine.stages.first_stage import ColumnReplacements
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.pool import ColumnPool, StagePool
 from fastdecode.engine.stages.relay import ColumnRegreeting, Relay
-from fastdecode.engine.stages.replacements import ColumnReplacements
 from fastdecode.wire.blocks import (
     KEY_WORDS,
     Done,
@@ -186,10 +186,10 @@ def test_what_is_moved_of_a_lost_column_is_news_of_nobody() -> None:
     for column in (V, W):
         stages.say(2, stocked(column))
         stages.own(column, stocked(column))
-    assert stages.fleet.is_owed and not stages.fleet.moves.of_tiers
+    assert stages.fleet.is_owed and not stages.fleet.moves
     stages.say(1, stocked(V))
     assert not stages.fleet.is_owed
-    assert [news.holder for news in stages.fleet.moves.take_tiers()] == [V]
+    assert [news.holder for news in stages.fleet.take_moves()] == [V]
 
 
 def test_what_a_column_was_asked_before_it_is_greeted_again_is_void() -> None:
@@ -272,7 +272,7 @@ def test_what_one_stage_couldnt_store_is_dropped_in_the_others() -> None:
     stages.own(W, Done(W, 5, words_of(()), 10, 0.5))
     stages.say(1, Done(W, 5, keys, 10, 0.5))
     stages.say(2, Done(W, 5, words_of(()), 10, 0.5))
-    (news,) = stages.fleet.moves.take_tiers()
+    (news,) = stages.fleet.take_moves()
     assert news.holder == W and stages.heard(1) is None
     assert (stages.heard(2).keys == keys).all()
 

@@ -169,13 +169,15 @@ def test_there_is_room_for_what_forks_copy() -> None:
     ):
         small, large = (resolve(config, LLAMA_8B, num_cores=8, free=free) for config in configs)
     token_bytes = 32 * 2 * 8 * 128 * 2
-    assert small.kv_bytes - large.kv_bytes == pytest.approx(32 * 240 * token_bytes, abs=4)
+    assert small.memory.kv_bytes - large.memory.kv_bytes == pytest.approx(
+        32 * 240 * token_bytes, abs=4
+    )
 
 
 def test_what_a_user_meets() -> None:
     config = EngineConfig.of("llama-8b", r_workers=2)
     resolved = resolve(config, LLAMA_8B, num_cores=8, free=FreeMemory(40 * GB))
-    assert resolved.kv_bytes == resolved.memory.kv_bytes < 12 * GB
+    assert resolved.memory.kv_bytes < 12 * GB
     with pytest.raises(ConfigError, match="llama-8b"):
         resolve(config, LLAMA_8B, num_cores=8, free=FreeMemory(12 * GB))
 
@@ -191,17 +193,17 @@ def test_lanes_that_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None
         return resolve(config, LLAMA_8B, num_cores=8, free=free)
 
     ample = resolved(141)
-    assert (ample.schedule.num_lanes, ample.most_lanes, ample.adapts_lanes) == (
+    assert (ample.schedule.num_lanes, ample.lanes.most, ample.lanes.adapt) == (
         2,
         MAX_AUTO_LANES,
         True,
     )
     asked = resolved(141, lanes=2)
-    assert (asked.most_lanes, asked.adapts_lanes) == (2, False)
+    assert (asked.lanes.most, asked.lanes.adapt) == (2, False)
     assert ample.memory.staging_bytes == 4 * asked.memory.staging_bytes
     # One lane draws twice as many tokens at once.
     assert ample.memory.activation_bytes > asked.memory.activation_bytes
-    most = [resolved(gb / 20, gpu_memory_fraction=1.0).most_lanes for gb in range(400, 369, -1)]
+    most = [resolved(gb / 20, gpu_memory_fraction=1.0).lanes.most for gb in range(400, 369, -1)]
     assert (
         most == sorted(most, reverse=True)
         and most[0] == MAX_AUTO_LANES

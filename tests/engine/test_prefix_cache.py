@@ -15,7 +15,7 @@ from fastdecode.conversations.conversations import Keeping
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.sequence import CacheUse, RequestOutput
-from fastdecode.engine.figures import EngineFigures
+from fastdecode.engine.stats import EngineFigures
 
 Said: TypeAlias = "list[list[list[int]]]"
 Texts: TypeAlias = "list[tuple[int, ...]]"

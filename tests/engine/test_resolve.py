@@ -166,11 +166,9 @@ def test_which_steps_run_as_graphs(resolved: Resolve) -> None:
 
 def test_lanes_and_threads_beside_a_gpu(resolved: Resolve) -> None:
     beside, alone = resolved(1, device="cuda", r_workers=2), resolved(0, r_workers=2)
-    assert (beside.schedule.num_lanes, beside.adapts_lanes, beside.r_threads) == (2, True, 7)
-    assert (alone.schedule.num_lanes, alone.adapts_lanes, alone.r_threads) == (1, False, 8)
-    assert not resolved(
-        1, device="cuda", schedule="fixed-f", expected_output_tokens=32
-    ).adapts_lanes
+    assert (beside.schedule.num_lanes, beside.lanes.adapt, beside.r_threads) == (2, True, 7)
+    assert (alone.schedule.num_lanes, alone.lanes.adapt, alone.r_threads) == (1, False, 8)
+    assert not resolved(1, device="cuda", schedule="fixed-f", expected_output_tokens=32).lanes.adapt
     on_gpu = resolved(1, device="cuda", kv_placement="gpu")
     assert (on_gpu.schedule.num_lanes, on_gpu.transport) == (
         1,
@@ -314,7 +312,7 @@ def test_stages_on_shared_cores_take_turns(resolved: Resolve) -> None:
     assert at_once.r_threads == max(1, alone.r_threads // 2)
     assert resolved(0, pp=2, lanes=3).transport == "inproc"
     on_gpus = resolved(2, pp=2, device="cuda")
-    assert on_gpus.schedule.num_lanes == 4 and on_gpus.adapts_lanes
+    assert on_gpus.schedule.num_lanes == 4 and on_gpus.lanes.adapt
 
 
 def test_a_load_limit_is_kept_by_one_lane_too(resolved: Resolve) -> None:

@@ -32,15 +32,14 @@ from values import replace
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.sequence import CacheUse, Request
-from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.greeting import greet, limits
 from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.engine.fleet.replacements import HubReplacements
-from fastdecode.engine.fleet.replicas import Replicas, limits, replicate
+from fastdecode.engine.fleet.replacements import HubReplacements, SpareHub, SpareReplacements
+from fastdecode.engine.fleet.replicas import Replicas, replicate
 from fastdecode.engine.fleet.resharing import GROUP, Resharing, in_heads
 from fastdecode.engine.fleet.ring import DISK, LinkOptions
-from fastdecode.engine.fleet.spares import SpareHub, SpareReplacements
 from fastdecode.wire.messages import Hello
 
 NUM_SEEDS = 300

@@ -23,13 +23,13 @@ from values import replace
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.sequence import PromptRequest, Request
 from fastdecode.engine.checker import RequestChecker
-from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.greeting import greet, limits
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements
-from fastdecode.engine.fleet.replicas import limits, replicate
+from fastdecode.engine.fleet.replicas import replicate
 from fastdecode.engine.fleet.ring import LinkOptions
-from fastdecode.engine.session.attach import attach
+from fastdecode.engine.session import attach
 from fastdecode.jobs.session import JobSession
 from fastdecode.text.codec import TextCodec
 

@@ -14,7 +14,6 @@ import pytest
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError, WorkerError
-from fastdecode.engine.figures import EngineFigures, HolderFigures
 from fastdecode.engine.instances.remote_engine import RemoteEngine
 from fastdecode.engine.instances.status_report import (
     status_from_json,
@@ -22,7 +21,7 @@ from fastdecode.engine.instances.status_report import (
     sum_figures,
     sum_stats,
 )
-from fastdecode.engine.stats import EngineStats
+from fastdecode.engine.stats import EngineFigures, EngineStats, HolderFigures
 from fastdecode.engine.transfers import FetchingTime
 from fastdecode.wire.instances import InstanceWelcome, StatusReport
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import ConfigError
-from fastdecode.engine.latency import LatencyHistogram
+from fastdecode.engine.stats import LatencyHistogram
 from fastdecode.measure.chrome_trace import ChromeTrace, open_trace
 from fastdecode.measure.summary import render, summarise
 from fastdecode.schedule.times import MeasuredTimes

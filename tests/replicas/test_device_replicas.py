@@ -17,8 +17,7 @@ from trouble import Trouble, give
 from examples import examples
 from fastdecode import LLM
 from fastdecode.core.errors import WorkerError
-from fastdecode.engine.setup import device_caches
-from fastdecode.engine.setup import replicas as replicas_setup
+from fastdecode.engine.setup import greeting as replicas_setup
 from fastdecode.engine.step.reached_device import ReachedDevice
 from fastdecode.wire.waiting import look_until_found
 from sworker.host_blocks import HostBlocks
@@ -46,7 +45,7 @@ def said(llama: str) -> Any:
 
 def crash_keeper(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """The R-worker that keeps the replica crashes after so many layers that it computes."""
-    give(monkeypatch, {"replica": lambda: Trouble(after)}, device_caches)
+    give(monkeypatch, {"replica": lambda: Trouble(after)})
 
 
 @pytest.mark.parametrize("does", ["shares blocks", "moves blocks"])
@@ -147,7 +146,7 @@ def _crash_while_it_copies(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
                 raise MemoryError("no more memory")
             super().place(place)
 
-    give(monkeypatch, {"replica": lambda: Crashes(MANY)}, device_caches)
+    give(monkeypatch, {"replica": lambda: Crashes(MANY)})
 
 
 def test_the_job_ends_when_the_keeper_is_lost_after_the_device(

@@ -11,8 +11,8 @@ from trouble import crash_after
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.spares import SpareHub
-from fastdecode.engine.setup import replicas as replicas_setup
+from fastdecode.engine.fleet.replacements import SpareHub
+from fastdecode.engine.setup import greeting as replicas_setup
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import Accepted, Close, FromRWorker, ToRWorker, Welcome
 from fastdecode.wire.transport import PeerLostError

@@ -16,11 +16,11 @@ pytest.importorskip("zmq")
 from values import replace
 
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.greeting import greet, limits
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements
-from fastdecode.engine.fleet.replicas import limits, replicate
+from fastdecode.engine.fleet.replicas import replicate
 from fastdecode.engine.fleet.ring import LinkOptions
 
 NUM_WORKERS = 3

@@ -7,9 +7,10 @@ from state_machine import HELLO
 from values import replace
 
 from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.failovers import Failovers
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.engine.fleet.replicas import Failovers, Replicas
+from fastdecode.engine.fleet.replicas import Replicas
 from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.wire.blocks import NO_STEP, Dropped, Replicate, Replicated
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
@@ -81,7 +82,7 @@ def test_who_hangs_and_is_to_drop_a_replica_is_given_up_in_time() -> None:
     for keeper, cache in ((0, 2), (1, 0)):
         ring.ends[keeper].send(Dropped(keeper, cache))
     ring.fleet.look()
-    members.take_news(9, ring.fleet.events.take_replicas())
+    members.take_news(9, ring.fleet.take_replications())
     ring.now_s = 7.9
     assert not members.end_all() and not ring.fleet.gone
     ring.now_s = 8.0

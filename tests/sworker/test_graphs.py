@@ -15,7 +15,7 @@ from recorded_gpu import RecordedGpu
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.engine.setup import s_worker
-from fastdecode.engine.setup.steps import lane_graphs
+from fastdecode.engine.setup.scheduling import lane_graphs
 from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets, StepGraphs
 from sworker.load.weights import load_model
 from sworker.worker import PaddedPass, SWorker
@@ -204,7 +204,7 @@ def test_two_lanes_of_other_sizes_at_every_step(tiny_checkpoint: Callable[..., P
 
 def test_several_s_workers_pad_alike_whatever_their_gpus_have_room_for() -> None:
     config, model = EngineConfig.of(model="m"), mock.Mock(layers=[None] * 4)
-    resolved = mock.Mock(device=CPU, max_graphs=4096, most_lanes=4, config=config)
+    resolved = mock.Mock(device=CPU, max_graphs=4096, lanes=mock.Mock(most=4), config=config)
     ranks = mock.MagicMock(agree=lambda *numbers: [min(n, 2) for n in numbers])
     with mock.patch.object(s_worker, "StepGraphs") as made:
         s_worker.step_graphs(model, resolved)

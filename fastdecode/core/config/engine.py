@@ -8,7 +8,7 @@ the fields (``fastdecode.core.config.options``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -90,61 +90,73 @@ class EngineConfig:
                 " is for an instance of the role prefill: add one to ",
                 Given("instances", ",".join(self.instances.instances)),
             )
-        self._check_of_this_process()
-        self._check_disk()
-        self._check_host_tier()
+        self._check_r_workers()
+        self._check_tiers()
         self._check_stages()
-        self._check_swap()
-        self._check_key()
         for number in range(len(self.instances.placed)):
             self.of_instance(number).check_reached()
         for role in set(self.instances.roles):
             self.of_role(role).check_reached()
         if self.instances.addresses:
             self._check_controller()
-        if self.r_part.is_on_device:
-            self._check_none_of_r_workers()
-        if self.r_part.kv_placement in ("r", "gpu", "swap"):
-            self._check_one_side()
+        self._check_placement()
 
-    def _check_disk(self) -> None:
-        """After the features: a pair that is refused needs no size first."""
+    def _check_r_workers(self) -> None:
+        """R-workers at addresses have memory and threads of their own."""
+        for name, value, instead in (
+            ("kv_memory_gb", None, "give --kv-memory-gb to each `fastdecode r-worker` instead"),
+            ("r_threads", None, "give --threads to each `fastdecode r-worker` instead"),
+            ("r_workers", 1, "remove it, or the addresses"),
+        ):
+            if self.cluster.r_worker_addresses and self.options[name] != value:
+                raise ConfigError(
+                    Given(name), f" is for R-workers that this process starts: {instead}"
+                )
+
+    def _check_tiers(self) -> None:
+        """Check after the features: a pair that is refused needs no size first."""
         if (self.cache.cache_disk is None) != (self.cache.cache_disk_gb is None):
-            raise ConfigError(
-                Given("cache_disk"),
-                " and ",
-                Given("cache_disk_gb"),
-                " belong together: give both, or neither",
-            )
-
-    def _check_host_tier(self) -> None:
+            both = Given("cache_disk"), " and ", Given("cache_disk_gb")
+            raise ConfigError(*both, " belong together: give both, or neither")
         kept_gb = self.cache.cache_memory_gb
         if kept_gb is not None and self.r_part.kv_placement not in ("gpu", "auto"):
-            raise ConfigError(
-                Given("cache_memory_gb", kept_gb),
-                " is the host tier of KV on the device: add ",
-                Given("kv_placement", "gpu"),
-            )
+            what, instead = Given("cache_memory_gb", kept_gb), Given("kv_placement", "gpu")
+            raise ConfigError(what, " is the host tier of KV on the device: add ", instead)
 
     def _check_stages(self) -> None:
-        addresses = self.cluster.r_worker_addresses
-        if len(addresses) % self.s_part.pp:
+        """Check stages, what swaps between them, and the key of addresses."""
+        addresses, pp, lanes = self.cluster.r_worker_addresses, self.s_part.pp, self.batching.lanes
+        if len(addresses) % pp:
             raise ConfigError(
-                Given("pp", self.s_part.pp),
+                Given("pp", pp),
                 f" needs as many R-workers for each stage, and {len(addresses)} addresses are "
-                f"not a multiple of {self.s_part.pp}: add or remove addresses",
+                f"not a multiple of {pp}: add or remove addresses",
+            )
+        if self.r_part.swaps and min(pp, lanes or LEAST_SWAPPED) < LEAST_SWAPPED:
+            raise ConfigError(
+                Given("kv_placement", "swap"),
+                f" needs at least {LEAST_SWAPPED} stages and lanes, since two lanes' KV stay on "
+                "each device: raise ",
+                Given("pp", pp) if lanes is None else Given("lanes", lanes),
+                ", or remove it",
+            )
+        if self.cluster.key is not None and not (addresses or self.instances.addresses):
+            either = Given("r_worker_addresses"), " or ", Given("instances")
+            raise ConfigError(
+                Given("key"), " is for R-workers and instances at addresses: add ", *either
             )
 
-    def _check_key(self) -> None:
-        has_addresses = self.cluster.r_worker_addresses or self.instances.addresses
-        if self.cluster.key is not None and not has_addresses:
-            raise ConfigError(
-                Given("key"),
-                " is for R-workers and instances at addresses: add ",
-                Given("r_worker_addresses"),
-                " or ",
-                Given("instances"),
+    def _check_placement(self) -> None:
+        placement, num_r_workers = self.r_part.kv_placement, self.r_part.r_workers
+        if self.r_part.is_on_device and num_r_workers > 1:
+            both = (
+                Given("r_workers", num_r_workers),
+                " contradicts ",
+                Given("kv_placement", placement),
             )
+            raise ConfigError(*both, ": KV on the device needs no R-workers. Remove one of them")
+        if self.r_part.device_kv_gb is not None and placement not in ("hybrid", "auto"):
+            raise ConfigError(Given("device_kv_gb"), " needs ", Given("kv_placement", "hybrid"))
 
     def of_instance(self, number: int) -> EngineConfig:
         """What an instance is made with that is ranks of this MPI job.
@@ -242,65 +254,15 @@ class EngineConfig:
             )
 
     def _check_controller(self) -> None:
-        for name, value in self._changed():
-            if name not in _OF_A_CONTROLLER:
+        for each in (one for group in GROUPS.values() for one in declared(group)):
+            name, value = each.name, self.options[each.name]
+            if value != each.default and name not in _OF_A_CONTROLLER:
                 raise ConfigError(
                     Given(name, value),
                     " cannot be set by the controller of ",
                     Given("instances"),
                     ": set it on each `fastdecode instance`",
                 )
-
-    def _check_swap(self) -> None:
-        """Swapping needs more lanes than the device holds."""
-        if not self.r_part.swaps:
-            return
-        given = Given("kv_placement", "swap")
-        lanes = self.batching.lanes
-        if min(self.s_part.pp, lanes or LEAST_SWAPPED) < LEAST_SWAPPED:
-            name, number = ("pp", self.s_part.pp) if lanes is None else ("lanes", lanes)
-            raise ConfigError(
-                given,
-                f" needs at least {LEAST_SWAPPED} stages and lanes, since two lanes' KV stay on "
-                "each device: raise ",
-                Given(name, number),
-                ", or remove it",
-            )
-
-    def _check_of_this_process(self) -> None:
-        """R-workers at addresses have memory and threads of their own."""
-        if not self.cluster.r_worker_addresses:
-            return
-        for name, value, instead in (
-            ("kv_memory_gb", None, "give --kv-memory-gb to each `fastdecode r-worker` instead"),
-            ("r_threads", None, "give --threads to each `fastdecode r-worker` instead"),
-            ("r_workers", 1, "remove it, or the addresses"),
-        ):
-            if self.options[name] != value:
-                raise ConfigError(
-                    Given(name), f" is for R-workers that this process starts: {instead}"
-                )
-
-    def _check_none_of_r_workers(self) -> None:
-        """With the KV cache on the device there are no R-workers."""
-        if self.r_part.r_workers > 1:
-            raise ConfigError(
-                Given("r_workers", self.r_part.r_workers),
-                " contradicts ",
-                Given("kv_placement", self.r_part.kv_placement),
-                ": KV on the device needs no R-workers. Remove one of them",
-            )
-
-    def _check_one_side(self) -> None:
-        if self.r_part.device_kv_gb is not None:
-            raise ConfigError(Given("device_kv_gb"), " needs ", Given("kv_placement", "hybrid"))
-
-    def _changed(self) -> Iterator[tuple[str, Any]]:
-        for name, group in GROUPS.items():
-            for each in declared(group):
-                value = getattr(getattr(self, name), each.name)
-                if value != each.default:
-                    yield each.name, value
 
 
 GROUPS: Mapping[str, type] = {

@@ -1,4 +1,4 @@
-"""What a fleet's holders are told and answer before the first step."""
+"""What a fleet's holders receive, answer and offer before the first step."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
-from fastdecode.core.errors import CapacityError, ConfigError
+from fastdecode.core.errors import CapacityError, ConfigError, Given
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.groups import HolderPool
+from fastdecode.engine.fleet.ring import DISK
+from fastdecode.schedule.ring import num_offered
 from fastdecode.wire.blocks import Inventory, UseTier
 from fastdecode.wire.messages import Hello, Welcome
 
@@ -20,18 +22,16 @@ def greet(
     *,
     among: Iterable[HolderId] | None = None,
 ) -> dict[HolderId, Welcome]:
-    """Say Hello to every holder's R-worker and collect the answers of those
-    that are there. An R-worker compiles its kernels before it answers, so this
-    may take longer than anything that follows.
+    """Say Hello to every holder's R-worker and collect the answers of those that are there. An
+    R-worker compiles its kernels before it answers, so this may take longer than anything that
+    follows.
 
     Args:
-        hello: to all.
-        max_blocks: the most that each is to offer; None: as many as it can.
-        among: greets these; None: all holders.
+        max_blocks: The most that each is to offer.
+        among: Holders to greet. All if None.
 
     Raises:
-        ConfigError: an R-worker hasn't the memory for one KV block, or can't
-            hold such a cache.
+        ConfigError: If an R-worker hasn't the memory for one KV block, or can't hold such a cache.
     """
     with fleet.pending.within(fleet.pending.deadlines.while_greeting()):
         for holder in fleet.holders if among is None else among:
@@ -42,11 +42,8 @@ def greet(
 
 
 def use_tiers(fleet: HolderPool, identity: str, holders: Iterable[HolderId]) -> tuple[int, int]:
-    """Have these open their lower tiers, and later those that come in a lost
-    one's place. Waits until they have; what they have is news (``unasked``).
-
-    Args:
-        identity: of the blocks that are kept.
+    """Open the lower tiers of these, and later of their replacements. Wait until they have;
+    what they have is news.
 
     Returns:
         How many blocks they can have, and how many are there, in all.
@@ -57,16 +54,16 @@ def use_tiers(fleet: HolderPool, identity: str, holders: Iterable[HolderId]) -> 
         fleet.send(holder, fleet.tier_of(holder, message))
     while fleet.is_owed:
         fleet.receive()
-    told = [news for news in fleet.moves.of_tiers if isinstance(news, Inventory)]
+    told = [news for news in fleet.moves if isinstance(news, Inventory)]
     num_slots = sum(news.num_slots for news in told if news.is_last)
     return num_slots, sum(len(news.keys) for news in told)
 
 
 def _welcomed(fleet: HolderPool) -> dict[HolderId, Welcome]:
-    """What is answered to ``Hello``, which all were told.
+    """Return the answers to ``Hello``, which was sent to all.
 
     Raises:
-        ConfigError: see ``greet``.
+        ConfigError: If ``greet`` does.
     """
     welcomes: dict[HolderId, Welcome] = {}
     while fleet.is_owed:
@@ -80,3 +77,95 @@ def _welcomed(fleet: HolderPool) -> dict[HolderId, Welcome]:
         assert isinstance(welcome, Welcome), "nothing else was asked"
         welcomes[holder] = welcome
     return welcomes
+
+
+def offer_for_replicas(
+    fleet: HolderPool,
+    hello: Hello,
+    welcomes: Mapping[HolderId, Welcome],
+    keepers: Mapping[HolderId, HolderId],
+) -> dict[HolderId, Welcome]:
+    """Ask every R-worker that is present to offer what leaves room for the replicas; see
+    ``offer_as_kept`` and ``offer_halves``; on disk replicas have all the room.
+    ``keepers``: see ``LinkOptions``.
+
+    Raises:
+        ConfigError, WorkerError: If these do, or if an R-worker has no disk for them.
+    """
+    if DISK in keepers.values():
+        check_disks(fleet, welcomes)
+        return dict(welcomes)
+    if keepers:
+        return offer_as_kept(fleet, hello, welcomes, keepers)
+    return offer_halves(fleet, hello, welcomes)
+
+
+def check_disks(fleet: HolderPool, welcomes: Mapping[HolderId, Welcome]) -> None:
+    for holder, welcome in welcomes.items():
+        if not welcome.has_tier:
+            raise ConfigError(
+                Given("replicas", "disk"),
+                f" needs a disk, and {fleet.members.peer(holder)} has none: add ",
+                Given("cache_disk"),
+                " and ",
+                Given("cache_disk_gb"),
+                " where it is started (R-workers of a command of their own: there)",
+            )
+
+
+def offer_as_kept(
+    fleet: HolderPool,
+    hello: Hello,
+    welcomes: Mapping[HolderId, Welcome],
+    keepers: Mapping[HolderId, HolderId],
+) -> dict[HolderId, Welcome]:
+    """Ask each holder to offer as many KV blocks as its keeper, an R-worker without a holder,
+    has room for.
+
+    Raises:
+        ConfigError: If a keeper hasn't the memory for a replica.
+        WorkerError: If a keeper is lost, or does not answer.
+    """
+    members = fleet.members
+    rooms = greet(members, hello, among=keepers.values())
+    for keeper in keepers.values():
+        if keeper not in rooms:
+            raise members.gone[members.placement[keeper]]
+    # A keeper's own cache, which the session needs, has one block.
+    offered = {
+        holder: min(welcome.num_blocks, rooms[keepers[holder]].num_blocks - 1)
+        for holder, welcome in welcomes.items()
+    }
+    if min(offered.values()) < 1:
+        raise ConfigError(
+            "the host has no memory for a replica of a KV block: raise ", Given("kv_memory_gb")
+        )
+    greet(members, replace(hello, max_blocks=1), among=keepers.values())
+    return greet(fleet, hello, offered)
+
+
+def offer_halves(
+    fleet: HolderPool, hello: Hello, welcomes: Mapping[HolderId, Welcome]
+) -> dict[HolderId, Welcome]:
+    """Ask every R-worker that is present to offer half of its KV blocks; see
+    ``replicate``. One whose cache is resumed has offered half before, and stays."""
+    there = sorted(welcomes)
+    if len(there) == 1 < len(fleet):
+        return dict(welcomes)  # all others are lost, and it goes on alone
+    wholes = [welcomes[x].num_blocks * (1 + welcomes[x].is_resumed) for x in there]
+    offered = dict(zip(there, num_offered(wholes), strict=True))
+    resumed = {x: welcomes[x].num_blocks for x in there if welcomes[x].is_resumed}
+    return greet(fleet, hello, offered | resumed)
+
+
+def limits(num_blocks: Mapping[HolderId, int], num_workers: int) -> dict[int, int]:
+    """The KV blocks that each R-worker may offer when it is greeted later.
+
+    Args:
+        num_blocks: what R-workers that were present have offered. One that was absent may
+            offer as many as each of them; if all were, as many as it has.
+        num_workers: the first of ``num_blocks``; others are no R-workers.
+    """
+    offered = {index: num_blocks.get(HolderId(index), 0) for index in range(num_workers)}
+    least = min(filter(None, offered.values()), default=0)
+    return {index: number or least for index, number in offered.items()} if least else {}

@@ -1,15 +1,14 @@
 """Cache groups: holders that several R-workers keep together.
 
-The engine talks to **holders**. A holder whose cache one R-worker keeps is what
-``WorkerPool`` calls one. A ``CacheGroup`` is a holder of several **members**, each
-with a ``Shard`` of the cache: some layers, or some heads. Every member of a group
-is a holder of a ``WorkerPool``, which sends, receives, and notices losses.
+The engine talks to **holders**. A holder whose cache one R-worker keeps is what ``WorkerPool``
+calls one. A ``CacheGroup`` is a holder of several **members**, each with a ``Shard`` of the cache:
+some layers, or some heads. Every member of a group is a holder of a ``WorkerPool``, which sends,
+receives, and notices losses.
 
-A group does two things. It cuts a message into the members' parts
-(``message.part``), and it joins their answers (``message.join``) once all that
-were asked have answered. Where one refuses, the others undo what they accepted.
-A group is lost when one of its members is: what comes next is decided by
-replacements, by ``fastdecode.engine.fleet.resharing`` or by replicas.
+A group does two things. It cuts a message into the members' parts (``message.part``), and it joins
+their answers (``message.join``) once all that were asked have answered. Where one refuses, the
+others undo what they accepted. A group is lost when one of its members is: what comes next is
+decided by replacements, by ``fastdecode.engine.fleet.resharing`` or by replicas.
 """
 
 from __future__ import annotations
@@ -17,20 +16,25 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
+
+import numpy as np
+from msgspec.structs import replace
 
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
-from fastdecode.engine.fleet.joined_moves import JoinedMoves
-from fastdecode.engine.fleet.pending import PendingReplies
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.wire.blocks import (
+    Done,
     Forget,
+    Inventory,
     MoveNews,
     Progress,
+    Pulled,
     Retain,
     UseTier,
+    keys_of,
     words_of,
 )
 from fastdecode.wire.messages import (
@@ -45,8 +49,107 @@ from fastdecode.wire.messages import (
     Welcome,
 )
 
+NewsT = TypeVar("NewsT")
+
 Shards = Mapping[HolderId, Shard]
 """What each member keeps, in the order of heads."""
+
+
+class JoinedMoves:
+    """Joins members' reports of transfers and tiers: a block, or a sequence, is there when every
+    member has its part."""
+
+    def __init__(self, holder: HolderId, members: Collection[HolderId]) -> None:
+        self._holder = holder
+        self._members = frozenset(members)
+        self._moved: dict[int, dict[HolderId, Done]] = {}  # by job and member
+        self._fetching: dict[int, dict[HolderId, Progress]] = {}
+        self._pulled: dict[int, dict[HolderId, Pulled]] = {}  # by sequence and member
+        self._stocked: dict[HolderId, dict[bytes, int]] = {}  # of each member
+        self._num_slots: dict[HolderId, int] = {}  # of members that have reported all
+        self._stores: set[int] = set()  # jobs
+        self.news: deque[MoveNews] = deque()
+        """What all members have reported, and wasn't taken."""
+
+    def begin_store(self, job: int) -> None:
+        """Note that the members are asked to store blocks."""
+        self._stores.add(job)
+
+    def take(self, member: HolderId, news: MoveNews) -> dict[HolderId, set[bytes]]:
+        """Take in a member's report. Return the blocks that members are to drop, since
+        others lack them: disks would fill with what is of no use."""
+        match news:
+            case Done():
+                return self._take_moved(member, news)
+            case Progress():
+                self._take_fetching(member, news)
+            case Pulled():
+                told = self._all_told(self._pulled, news.sequence_id, member, news)
+                if told:
+                    reason = next((each.reason for each in told if each.reason), "")
+                    num_bytes = sum(each.num_bytes for each in told)
+                    seconds = max(each.seconds for each in told)
+                    ids = self._holder, news.sequence_id
+                    self.news.append(Pulled(*ids, num_bytes, seconds, reason))
+            case Inventory():
+                return self._take_stocked(member, news)
+        return {}
+
+    def _all_told(
+        self, table: dict[int, dict[HolderId, NewsT]], number: int, member: HolderId, news: NewsT
+    ) -> list[NewsT]:
+        """Keep a report. Return all members' and forget them, once all have reported."""
+        told = table.setdefault(number, {})
+        told[member] = news
+        return list(table.pop(number).values()) if told.keys() >= self._members else []
+
+    def _take_fetching(self, member: HolderId, news: Progress) -> None:
+        """The group is as far as its slowest member; one whose part is over reports
+        nothing more."""
+        told = self._fetching.setdefault(news.job, {})
+        told[member] = news
+        over = self._moved.get(news.job, {})
+        under_way = [told[x] for x in told if x not in over]
+        if under_way and told.keys() | over.keys() >= self._members:
+            slowest = min(under_way, key=lambda x: x.num_there)
+            self.news.append(replace(slowest, holder=self._holder))
+
+    def _take_moved(self, member: HolderId, news: Done) -> dict[HolderId, set[bytes]]:
+        own_failed = {x: set(keys_of(y.missing)) for x, y in self._moved.get(news.job, {}).items()}
+        own_failed[member] = set(keys_of(news.missing))
+        told = self._all_told(self._moved, news.job, member, news)
+        if not told:
+            return {}
+        self._fetching.pop(news.job, None)
+        failed = {key for own in own_failed.values() for key in own}
+        num_bytes = sum(each.num_bytes for each in told)
+        seconds = max(each.seconds for each in told)
+        faults = map(sum, zip(*(each.faults for each in told), strict=True))
+        reason = next((each.reason for each in told if each.reason), "")
+        at = self._holder, news.job, words_of(sorted(failed))
+        names = "num_unread", "num_damaged", "num_unwritten", "num_late"
+        counts = dict(zip(names, faults, strict=True))
+        self.news.append(replace(Done(*at, num_bytes, seconds, reason=reason), **counts))
+        # Who asked for a fetch gives blocks up by itself.
+        is_store = news.job in self._stores
+        self._stores.discard(news.job)
+        return {x: failed - own for x, own in own_failed.items()} if is_store else {}
+
+    def _take_stocked(self, member: HolderId, news: Inventory) -> dict[HolderId, set[bytes]]:
+        own = self._stocked.setdefault(member, {})
+        own.update(zip(keys_of(news.keys), news.num_tokens.tolist(), strict=True))
+        if news.is_last or member in self._num_slots:
+            self._num_slots[member] = news.num_slots
+        if not self._num_slots.keys() >= self._members:
+            return {}
+        first, *others = (self._stocked[each] for each in self._members)
+        shared = [key for key in first if all(key in stock for stock in others)]
+        num_tokens = np.array([first[key] for key in shared], np.int32)
+        num_slots = min(self._num_slots.values())
+        self.news.append(
+            Inventory(self._holder, num_slots, words_of(shared), num_tokens, is_last=True)
+        )
+        return {x: set(stock).difference(shared) for x, stock in self._stocked.items()}
 
 
 class _Asked:
@@ -64,8 +167,6 @@ class CacheGroup:
     """One holder of several members.
 
     Args:
-        holder: what the engine calls it.
-        pool: of the members.
         shards: what each keeps; it may be known later (``begin``).
     """
 
@@ -120,10 +221,10 @@ class CacheGroup:
         return next((gone[placement[x]] for x in self.shards if placement[x] in gone), None)
 
     def send(self, message: ToRWorker) -> None:
-        """Send each member that it concerns its part, or nothing where one of these
-        is lost."""
+        """Send each member that it concerns its part, or nothing where one of these is lost."""
         pool = self._pool
-        due = self._concerned(message)
+        everywhere = message.in_every_stage or (isinstance(message, Hello) and self.greets_all)
+        due = self._members if everywhere else self._here
         if pool.gone and any(map(pool.is_lost, due)):
             return
         if isinstance(message, Hello):
@@ -138,11 +239,6 @@ class CacheGroup:
                 self._asked[member].append(asked)
         for member in due:
             pool.send(member, message.part(self.shards[member]))
-
-    def _concerned(self, message: ToRWorker) -> Sequence[HolderId]:
-        """The members that a message is for."""
-        everywhere = message.in_every_stage or (isinstance(message, Hello) and self.greets_all)
-        return self._members if everywhere else self._here
 
     def take(self, member: HolderId, answer: Answer) -> Answer | None:
         """A member has answered. The group's answer, once all have."""
@@ -194,44 +290,11 @@ class CacheGroup:
         return joined
 
 
-class GroupMoves:
-    """Reports on transfers, of whole groups.
-
-    Args:
-        groups: whose.
-        take_in: has groups take in what members have reported.
-    """
-
-    def __init__(self, groups: Sequence[CacheGroup], take_in: Callable[[], None]) -> None:
-        self._groups = groups
-        self._take_in = take_in
-
-    @property
-    def has_moves(self) -> bool:
-        """Whether there are reports that weren't taken yet."""
-        self._take_in()
-        return any(group.moves.news for group in self._groups)
-
-    @property
-    def of_tiers(self) -> list[MoveNews]:
-        """Reports that weren't taken yet."""
-        self._take_in()
-        return [news for group in self._groups for news in group.moves.news]
-
-    def take_tiers(self) -> list[MoveNews]:
-        """The same; each is taken once."""
-        taken = self.of_tiers
-        for group in self._groups:
-            group.moves.news.clear()
-        return taken
-
-
 class GroupPool:
     """Cache groups as the engine sees them; see ``WorkerPool``.
 
     Args:
         members: one holder a member; ``WorkerPool`` counts and times what they owe.
-        shards: of each group.
         share_out: the shards of the first group, when it is greeted; None: they stay.
     """
 
@@ -242,12 +305,12 @@ class GroupPool:
         share_out: Callable[[WorkerPool, Hello], Shards] | None = None,
     ) -> None:
         self.members: Final = members
+        self.pending, self.gone = members.pending, members.gone
         self.groups: Final = [CacheGroup(HolderId(i), members, x) for i, x in enumerate(shards)]
         self._owners = {member: group for group in self.groups for member in group.shards}
         self._share_out = share_out
         self.is_greeting = False
         """The members of a lost group are greeted again; no step waits for them."""
-        self.moves: Final = GroupMoves(self.groups, self._take_moves)
         self.told_first: tuple[ToRWorker, ...] = ()
         """What a group is sent first that replaces a lost one."""
         self._kept: deque[tuple[HolderId, Answer]] = deque()
@@ -262,16 +325,6 @@ class GroupPool:
         return [group.holder for group in self.groups]
 
     @property
-    def pending(self) -> PendingReplies:
-        """What members owe."""
-        return self.members.pending
-
-    @property
-    def gone(self) -> dict[int, WorkerError]:
-        """See ``WorkerPool``."""
-        return self.members.gone
-
-    @property
     def lost(self) -> dict[HolderId, WorkerError]:
         """The groups that are lost, and why."""
         found = {group.holder: group.loss or group.broken for group in self.groups}
@@ -279,26 +332,40 @@ class GroupPool:
 
     @property
     def is_owed(self) -> bool:
-        """See ``WorkerPool``."""
         return bool(self._kept) or (self.members.is_owed and not self.is_greeting)
 
     @property
     def is_owed_at_once(self) -> bool:
-        """See ``WorkerPool``."""
         return bool(self._kept) or self.members.is_owed_at_once
 
     def peer(self, holder: HolderId) -> str:
-        """See ``WorkerPool``."""
         return self.groups[holder].peer
 
     def workers_of(self, holder: HolderId) -> dict[int, Shard]:
-        """See ``WorkerPool``."""
         shards, placement = self.groups[holder].shards, self.members.placement
         return {placement[member]: shard for member, shard in shards.items()}
 
     def tier_of(self, holder: HolderId, message: UseTier) -> UseTier:
-        """See ``WorkerPool``."""
         return message.of_column(holder) if len(self.groups) > 1 else message
+
+    @property
+    def has_moves(self) -> bool:
+        return bool(self.moves)
+
+    @property
+    def moves(self) -> list[MoveNews]:
+        for news in self.members.take_moves():
+            member = HolderId(news.holder)
+            group = self._group_of(member)
+            if group is not None and group.loss is None:
+                group.take_moved(member, news)
+        return [news for group in self.groups for news in group.moves.news]
+
+    def take_moves(self) -> list[MoveNews]:
+        taken = self.moves
+        for group in self.groups:
+            group.moves.news.clear()
+        return taken
 
     def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
         """The groups that have lost a member, and why. Each is reported once, until
@@ -312,26 +379,18 @@ class GroupPool:
                     told.append((group.holder, error))
         return told
 
-    def members_of(self, holder: HolderId) -> Collection[HolderId]:
-        """See ``WorkerPool``."""
-        return self.groups[holder].shards
-
     def shards_of(self, holder: HolderId) -> Mapping[HolderId, Shard]:
-        """See ``WorkerPool``."""
         return self.groups[holder].shards
 
     def owner(self, member: HolderId) -> HolderId:
-        """See ``WorkerPool``."""
         return self._owners.get(member, self.groups[0]).holder
 
     def take_lost_members(self, holder: HolderId) -> list[HolderId]:
-        """See ``WorkerPool``."""
         group = self.groups[holder]
         lost, group.lost_members = group.lost_members, []
         return lost
 
     def go_on(self, holder: HolderId) -> None:
-        """See ``WorkerPool``."""
         group = self.groups[holder]
         group.begin(group.shards)
         group.loss = None
@@ -346,7 +405,6 @@ class GroupPool:
         group.send(message)
 
     def receive(self, *, most_s: float = math.inf) -> tuple[HolderId, Answer] | None:
-        """See ``WorkerPool``."""
         return self._kept.popleft() if self._kept else self._receive(most_s)
 
     def take_in(self) -> None:
@@ -371,7 +429,6 @@ class GroupPool:
         return None
 
     def look(self) -> None:
-        """See ``WorkerPool``."""
         for received in self.members.look():
             if (joined := self._take(*received)) is not None:
                 self._keep(joined)
@@ -400,7 +457,7 @@ class GroupPool:
             self.send(holder, own)
 
     def _begin(self, group: CacheGroup, hello: Hello) -> None:
-        """A group is greeted."""
+        """Begin to greet a group."""
         share_out = self._share_out if group is self.groups[0] else None
         group.begin(group.shards if share_out is None else share_out(self.members, hello))
 
@@ -415,12 +472,6 @@ class GroupPool:
         if group is None or joined is None or group.loss is not None:
             return None
         return group.holder, joined
-
-    def _take_moves(self) -> None:
-        for news in self.members.events.take_tiers():
-            group = self._group_of(HolderId(news.holder))
-            if group is not None and group.loss is None:
-                group.take_moved(HolderId(news.holder), news)
 
 
 HolderPool: TypeAlias = WorkerPool | GroupPool

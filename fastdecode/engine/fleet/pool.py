@@ -1,11 +1,10 @@
-"""The R-workers of an engine: which holder each keeps, what each was asked and
-answers, and which of them are lost.
+"""The R-workers of an engine: which holder each keeps, what each was asked and answers, and which
+of them are lost.
 
-The engine talks to **holders**, which are caches. The pool knows the **worker**
-that keeps each: a process at the end of one connection, by that connection's
-index. At first worker number i keeps holder number i; it may take over others'
-(``Placement``). A worker answers in the order in which it was asked. It is
-**lost**, with all its holders, when its connection breaks, when it says
+The engine talks to **holders**, which are caches. The pool knows the **worker** that keeps each: a
+process at the end of one connection, by that connection's index. At first worker number i keeps
+holder number i; it may take over others' (``Placement``). A worker answers in the order in which
+it was asked. It is **lost**, with all its holders, when its connection breaks, when it says
 ``Failed``, when an answer is overdue, or isn't one that it owes.
 """
 
@@ -15,7 +14,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
 from fastdecode.core.clock import Clock
@@ -24,14 +23,7 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.pending import Deadlines, PendingReplies
 from fastdecode.wire.blocks import MoveNews, ReplicationNews, UseTier
-from fastdecode.wire.messages import (
-    Answer,
-    AttendResult,
-    Failed,
-    FromRWorker,
-    Hello,
-    ToRWorker,
-)
+from fastdecode.wire.messages import Answer, AttendResult, Failed, FromRWorker, Hello, ToRWorker
 from fastdecode.wire.traits import unasked
 from fastdecode.wire.transport import TIMEOUT, Connection, Hub, PeerLostError, loss
 
@@ -66,17 +58,12 @@ class Placement:
         """The index of the worker that keeps a holder."""
         return self._worker_of[holder]
 
-    def kept_by(self, index: int) -> list[HolderId]:
-        """The holders that a worker keeps."""
-        return [holder for holder in self._holders if self._worker_of[holder] == index]
-
     def keeps(self, index: int, holder: int) -> bool:
         """Whether the worker keeps the holder; there needn't be one of that number."""
         return self._worker_of.get(HolderId(holder)) == index
 
     def kept_once(self, index: int, holder: int) -> bool:
-        """Whether the worker kept the holder, and does no more: it may not know
-        that yet."""
+        """Whether the worker kept the holder, and does no more: it may not know that yet."""
         return (index, holder) in self._former
 
     def move(self, holder: HolderId, to: HolderId) -> None:
@@ -98,91 +85,21 @@ class Placement:
         self._worker_of[holder] = holder
 
 
-class WorkerEvents:
-    """What workers report without having been asked: how far replicas and
-    transfers are, in the order in which that came. Each report is taken once, if
-    its worker keeps the holder that it is about.
-
-    Args:
-        placement: which worker keeps which holder.
-        give_up: a worker, by its index, has reported what can't be: what that is,
-            behind its name.
-    """
-
-    def __init__(self, placement: Placement, give_up: Callable[[int, str], None]) -> None:
-        self._placement = placement
-        self._give_up = give_up
-        self._of_replicas: list[tuple[int, ReplicationNews]] = []
-        self._of_tiers: list[tuple[int, MoveNews]] = []
-
-    def hear_replica(self, index: int, news: ReplicationNews) -> None:
-        """A worker reports on a replica."""
-        self._of_replicas.append((index, news))
-
-    def hear_tier(self, index: int, news: MoveNews) -> None:
-        """A worker reports on a transfer, or on its lower tier."""
-        self._of_tiers.append((index, news))
-
-    def forget(self, index: int) -> None:
-        """A worker is lost, with its lower tier."""
-        self._of_tiers = [(one, news) for one, news in self._of_tiers if one != index]
-
-    @property
-    def has_moves(self) -> bool:
-        """Whether there are reports on transfers that weren't taken yet."""
-        return bool(self._of_tiers)
-
-    @property
-    def of_tiers(self) -> list[MoveNews]:
-        """Reports on transfers that weren't taken yet."""
-        return [news for _, news in self._of_tiers]
-
-    def take_replicas(self) -> list[ReplicationNews]:
-        """Reports on replicas. A holder may have been taken over meanwhile,
-        unknown to its former worker, whose reports are passed over."""
-        heard, self._of_replicas = self._of_replicas, []
-        taken = []
-        for index, news in heard:
-            if self._placement.keeps(index, news.holder):
-                taken.append(news)
-            elif not self._placement.kept_once(index, news.holder):
-                self._give_up(index, f"speaks of holder {news.holder}, which isn't its")
-        return taken
-
-    def take_tiers(self) -> list[MoveNews]:
-        """Reports on transfers."""
-        heard, self._of_tiers = self._of_tiers, []
-        taken = []
-        for index, news in heard:
-            if self._placement.keeps(index, news.holder):
-                taken.append(news)
-            else:
-                self._give_up(index, f"speaks of holder {news.holder}, which isn't its")
-        return taken
-
-
 class WorkerPool:
     """Sends to holders, receives their answers, and notices the dead and the silent.
 
-    What is sent to a lost holder goes nowhere. It never comes back, though
-    another worker may take its place (``revive``, ``placement.move``).
+    What is sent to a lost holder goes nowhere. It never comes back, though another worker may take
+    its place (``revive``, ``placement.move``).
 
     Args:
-        hub: one connection a worker; at first a holder's number is its
-            connection's index.
-        timeout_s: how long an answer may take.
-        silence_s: how long a worker that owes an answer may give no sign of life,
-            where connections report those. Only time counts in which somebody
-            looked.
-        clock: seconds, as ``Connection.heard_s`` has them.
-        absent: the workers that aren't there to begin with, and why: they are
-            lost.
-        device: the cache on the S-worker's device, beside R-workers: the last
-            holder. It answers at once, and is never lost.
-        num_others: the hub's last connections, which aren't to R-workers.
-        num_relayed: workers that are reached over those. Their indices are the
-            last.
-        keepers: workers that only keep replicas, by their indices.
+        hub: One connection a worker; at first a holder's number is its connection's index.
+        timeout_s, silence_s, clock: See ``Deadlines``.
+        absent: The workers that aren't there to begin with, and why: they are lost.
+        device: The cache on the S-worker's device, beside R-workers: the last holder. It answers
+            at once, and is never lost.
+        num_others: The hub's last connections, which aren't to R-workers.
+        num_relayed: Workers that are reached over those. Their indices are the last.
+        keepers: Workers that only keep replicas, by their indices.
     """
 
     def __init__(
@@ -210,10 +127,8 @@ class WorkerPool:
             num_peers + num_relayed, Deadlines(timeout_s, silence_s, clock), self._heard_s
         )
         """What workers owe, and when they were heard, by their indices."""
-        self.events: Final = WorkerEvents(self.placement, self._lied)
-        """What R-workers have reported unasked."""
-        self.moves: Final = self.events
-        """Where reports on transfers are taken from."""
+        self._replications: list[tuple[int, ReplicationNews]] = []
+        self._moves: list[tuple[int, MoveNews]] = []
         self.gone: Final = dict(absent or {})
         """The workers that are lost, whether or not others have taken their
         holders over, and why."""
@@ -261,16 +176,47 @@ class WorkerPool:
         """What a holder is sent to open its lower tier."""
         return message
 
-    def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
-        """The losses that weren't taken yet, in their order. Each is taken once."""
-        untold, self._untold = self._untold, []
-        losses = [
-            (holder, self.gone[index])
-            for index in untold
-            for holder in self.placement.kept_by(index)
+    @property
+    def has_moves(self) -> bool:
+        """True if there are reports on transfers that weren't taken yet."""
+        return bool(self._moves)
+
+    @property
+    def moves(self) -> list[MoveNews]:
+        """Reports on transfers and lower tiers that weren't taken yet."""
+        return [news for _, news in self._moves]
+
+    def take_moves(self) -> list[MoveNews]:
+        """Return the reports on transfers in their order. Each is taken once."""
+        heard, self._moves = self._moves, []
+        return [news for index, news in heard if self._may_report(index, news.holder)]
+
+    def take_replications(self) -> list[ReplicationNews]:
+        """Return the reports on replicas in their order. Each is taken once. A holder may have
+        been taken over meanwhile, unknown to its former worker, whose reports are dropped."""
+        heard, self._replications = self._replications, []
+        once = self.placement.kept_once
+        return [
+            news
+            for index, news in heard
+            if self._may_report(index, news.holder, is_late=once(index, news.holder))
         ]
+
+    def _may_report(self, index: int, holder: int, *, is_late: bool = False) -> bool:
+        """Return True if a worker keeps a holder. One that reports on another is lost, unless it
+        kept that before (``is_late``)."""
+        is_its = self.placement.keeps(index, holder)
+        if not is_its and not is_late:
+            self._lied(index, f"speaks of holder {holder}, which isn't its")
+        return is_its
+
+    def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
+        """Return the losses that weren't taken yet, in their order. Each is taken once."""
+        untold, self._untold = self._untold, []
+        places = self.placement
+        losses = [(x, self.gone[index]) for index in untold for x in places if places[x] == index]
         for holder, _ in losses:
-            self.placement.give_back(holder)  # a replacement may come in its first worker's place
+            places.give_back(holder)  # a replacement may come in its first worker's place
         return losses
 
     def take_newcomers(self) -> list[str]:
@@ -305,12 +251,8 @@ class WorkerPool:
         """The pool that every group's members are holders of."""
         return self
 
-    def members_of(self, holder: HolderId) -> Collection[HolderId]:
-        """The holders that keep parts of a holder: itself."""
-        return (holder,)
-
     def shards_of(self, holder: HolderId) -> Mapping[HolderId, Shard]:
-        """What each of these keeps."""
+        """Return the holders that keep parts of a holder, and what each keeps: itself."""
         return {holder: Shard()}
 
     def owner(self, member: HolderId) -> HolderId:
@@ -355,20 +297,19 @@ class WorkerPool:
         wait_s = self.pending.wait_s(most_s)
         try:
             index, message = self._hub.receive_any(None if wait_s == math.inf else wait_s)
+        except PeerLostError as error:
+            self._lose(error.index, error)
+            return None
         except WorkerError as error:
-            self._note_loss(error)
+            if error.code != TIMEOUT:
+                self._find_closed()
+                return None
+            for late, reason in self.pending.overdue():
+                self._lose(late, WorkerError(f"{self._name(late)} {reason}", code=TIMEOUT))
             return None
         finally:
             self.pending.deadlines.end_look()
         return self._taken(index, message)
-
-    def _note_loss(self, error: WorkerError) -> None:
-        if isinstance(error, PeerLostError):
-            self._lose(error.index, error)
-        elif error.code == TIMEOUT:
-            self._give_up_overdue()
-        else:
-            self._find_closed()
 
     def look(self) -> list[tuple[HolderId, Answer]]:
         """Find out which workers are gone, while nobody awaits an answer: what is
@@ -391,17 +332,13 @@ class WorkerPool:
         cache. One that takes a copy over is sent ``told_first`` by the caller that asks it to."""
         self.placement.give_back(holder)
         index = self.placement[holder]
-        self._forget_loss(index)
+        self.gone.pop(index, None)
+        self.pending.forget(index)
+        self._untold = [lost for lost in self._untold if lost != index]
         if self.is_here(holder):
             self._newcomers.append(self._name(index))
         for message in self.told_first if has_cache else ():
             self.send(holder, message)
-
-    def _forget_loss(self, index: int) -> None:
-        """Another worker is in a lost one's place."""
-        self.gone.pop(index, None)
-        self.pending.forget(index)
-        self._untold = [lost for lost in self._untold if lost != index]
 
     def revive_elsewhere(self, holders: Iterable[HolderId]) -> bool:
         """Lost ones of these that later stages keep go on at their replacements, if all
@@ -414,7 +351,7 @@ class WorkerPool:
             return
         self.pending.forget(index)
         self._early = deque(early for early in self._early if early[0] != index)
-        self.events.forget(index)
+        self._moves = [(one, news) for one, news in self._moves if one != index]
         # Another error: one that was raised keeps all that its frames hold alive.
         self.gone[index] = WorkerError(error.message, code=error.code)
         self._untold.append(index)
@@ -424,34 +361,27 @@ class WorkerPool:
         """A worker has said what it can't mean."""
         self._lose(index, ProtocolError(f"{self._name(index)} {what}"))
 
-    def _give_up_overdue(self) -> None:
-        for index, reason in self.pending.overdue():
-            text = f"{self._name(index)} {reason}"
-            self._lose(index, WorkerError(text, code=TIMEOUT))
-
     def _taken(self, index: int, message: FromRWorker) -> tuple[HolderId, Answer] | None:
         if index in self.gone:
             return None  # it was given up, and answers after all
-        if type(message) is AttendResult:  # as nearly all are
-            return self._answered(index, message)
-        if isinstance(message, Failed):
-            self._lose(index, failure(f"R-worker {message.worker}", message))
-        elif isinstance(message, ReplicationNews):
-            self.events.hear_replica(index, message)
-        elif not isinstance(message, MoveNews):
-            return self._answered(index, message)
-        elif self.pending.transfers.take(index, message):
-            self.events.hear_tier(index, message)
-        else:
-            self._lied(index, unasked(message))
-        return None
-
-    def _answered(self, index: int, answer: Answer) -> tuple[HolderId, Answer] | None:
+        if type(message) is not AttendResult:  # as nearly all are
+            if isinstance(message, Failed):
+                self._lose(index, failure(f"R-worker {message.worker}", message))
+                return None
+            if isinstance(message, ReplicationNews):
+                self._replications.append((index, message))
+                return None
+            if isinstance(message, MoveNews):
+                if self.pending.take_report(index, message):
+                    self._moves.append((index, message))
+                else:
+                    self._lied(index, unasked(message))
+                return None
         try:
-            return self.pending.take(index, answer), answer
+            return self.pending.take(index, message), message
         except ProtocolError as lie:
             self._lied(index, lie.message)
-        return None
+            return None
 
     def _find_closed(self) -> None:
         """Some connection has closed: find out whose. Answers that come to
@@ -482,8 +412,7 @@ _LOOK_S: Final = 1e-3
 
 
 class MixedPool(WorkerPool):
-    """R-workers, and the cache on the S-worker's device as the last holder; see
-    ``WorkerPool``."""
+    """R-workers, and the cache on the S-worker's device as the last holder; see ``WorkerPool``."""
 
     @property
     def _device_index(self) -> int:
@@ -496,12 +425,10 @@ class MixedPool(WorkerPool):
 
     @property
     def r_workers(self) -> list[HolderId]:
-        """See ``WorkerPool``."""
         return [x for x in super().r_workers if self._device is None or x != self._device_index]
 
     @property
     def is_owed_at_once(self) -> bool:
-        """See ``WorkerPool``."""
         return self.pending.owes_answer(self._device_index)
 
     def receive(self, *, most_s: float = math.inf) -> tuple[HolderId, Answer] | None:
@@ -511,7 +438,7 @@ class MixedPool(WorkerPool):
             device = self._connection(index)
             if self.is_owed_at_once:
                 return self._taken(index, device.receive())
-            if self.pending.transfers.since_s(index) is not None:
+            if self.pending.has_transfers(index):
                 report = device.poll()
                 if report is not None:
                     return self._taken(index, report)

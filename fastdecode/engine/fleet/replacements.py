@@ -1,30 +1,31 @@
-"""R-workers that take a lost one's place: another process at the same address,
-the same one once it is reached again, or a spare one. Whoever makes connections
-(a hub) knows where they are.
+"""R-workers that take a lost one's place: another process at the same address, the same one once
+it is reached again, or a spare one. A hub, which makes connections, knows where they are.
 
-One that comes is greeted, and waits until nothing remembers the lost one
-(``admit``). Or, where a neighbour goes on for that one, it is given the cache
-meanwhile (``make_way``), and then let in.
+One that comes is greeted, and waits until nothing remembers the lost one (``admit``). Or, where a
+neighbour goes on for that one, it is given the cache meanwhile (``make_way``), and then let in.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import time
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 from msgspec import structs
 
 from fastdecode.core.clock import Clock
-from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
+from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.pending import Deadlines
-from fastdecode.engine.fleet.pool import RConnection
+from fastdecode.engine.fleet.pool import RConnection, RHub
 from fastdecode.wire.blocks import DropCache, Dropped
 from fastdecode.wire.messages import FromRWorker, Hello, ToRWorker, Welcome
+from fastdecode.wire.transport import PeerLostError, timeout_error
 
 logger = logging.getLogger(__name__)
 
@@ -43,18 +44,17 @@ class Replacements(Protocol):
         come is sure to answer, or to be lost, too."""
 
     def limit(self, num_blocks: Mapping[int, int]) -> None:
-        """From now on those that come in a lost one's place offer so many KV
-        blocks, at most."""
+        """Set the most KV blocks that each replacement may offer."""
 
     def look(self, lost: Collection[int]) -> Mapping[int, Welcome]:
-        """Those of the lost R-workers in whose place another one waits to be let in (``admit``)."""
+        """Return the replacements of lost R-workers that wait to be let in (``admit``)."""
 
     def admit(self, worker: int) -> None:
-        """From now on the hub's connection of that number is the new R-worker's."""
+        """Make the new R-worker's connection the hub's, under that number."""
 
 
 def limited(hello: Hello, most_blocks: Mapping[int, int], worker: int) -> Hello:
-    """A greeting of an R-worker that offers so many KV blocks at most."""
+    """Return a greeting that limits the KV blocks an R-worker offers."""
     return structs.replace(hello, max_blocks=most_blocks.get(worker, hello.max_blocks))
 
 
@@ -63,38 +63,35 @@ class NewConnection(RConnection, Protocol):
 
     @property
     def is_reached(self) -> bool:
-        """Whether the other end has been heard of."""
+        """True if the other end has sent anything."""
 
 
-ConnectionT = TypeVar("ConnectionT", bound=NewConnection)
-
-
-class Places(Protocol[ConnectionT]):
+class Places(Protocol):
     """A hub whose connections can be replaced."""
 
     @property
     def connections(self) -> Sequence[RConnection]: ...
 
-    def reconnect(self, index: int) -> ConnectionT:
-        """To whoever may come in the place of a connection.
+    def reconnect(self, index: int) -> NewConnection:
+        """Connect to the replacement of a connection that may come.
 
         Raises:
-            FastDecodeError: there is nobody now.
+            FastDecodeError: If none can be reached now.
         """
 
-    def replace(self, index: int, connection: ConnectionT) -> None:
+    def replace(self, index: int, connection: Any) -> None:
         """A connection that came of ``reconnect`` is the hub's, in that place."""
 
 
 @dataclass(eq=False)
-class _Candidate(Generic[ConnectionT]):
-    connection: ConnectionT
+class _Candidate:
+    connection: NewConnection
     since_s: float
     """When it was asked what it hasn't answered."""
     is_greeted: bool = False
     welcome: Welcome | None = None
     makes_way: bool = False
-    """It was told to give up its empty cache for the one that it is sent."""
+    """True if it is to give up its empty cache for the one that it is sent."""
     has_made_way: bool = False
 
     @property
@@ -103,7 +100,7 @@ class _Candidate(Generic[ConnectionT]):
         return self.welcome is None or self.makes_way > self.has_made_way
 
     def take(self, answer: FromRWorker, hello: Hello) -> None:
-        """It has said something, to ``hello`` if it was greeted.
+        """Take in a message, the answer to ``hello`` if it was greeted.
 
         Raises:
             ProtocolError: If that was not asked for, or is impossible.
@@ -119,7 +116,7 @@ class _Candidate(Generic[ConnectionT]):
     def check_patience(self, deadlines: Deadlines) -> None:
         """
         Raises:
-            WorkerError: it has been greeted, and doesn't answer, or gives no sign
+            WorkerError: If it has been greeted, and doesn't answer, or gives no sign
                 of life any more.
         """
         end_s, reason = deadlines.end(self.since_s, self.connection.heard_s)
@@ -128,12 +125,7 @@ class _Candidate(Generic[ConnectionT]):
 
 
 class _Pauses:
-    """How long nobody is sought, by the place that one was lost from.
-
-    Args:
-        clock: seconds.
-        longest_s: a pause.
-    """
+    """How long nobody is sought, by the place that one was lost from."""
 
     def __init__(self, clock: Clock, longest_s: float) -> None:
         self._clock = clock
@@ -143,7 +135,7 @@ class _Pauses:
         self._lengths_s: dict[int, float] = {}
 
     def admitted(self, worker: int) -> None:
-        """One was let in."""
+        """Note that one was let in."""
         self._admitted_s[worker] = self._clock()
 
     def is_over(self, worker: int) -> bool:
@@ -159,22 +151,18 @@ class _Pauses:
         return now >= self._until_s.get(worker, -math.inf)
 
     def begin(self, worker: int) -> None:
-        """Nobody could come."""
+        """Pause, since none could come."""
         self._until_s[worker] = self._clock() + RETRY_S
 
 
-class HubReplacements(Generic[ConnectionT]):
-    """Connects again to whoever may come; see
-    ``Replacements``.
+class HubReplacements:
+    """Connects again to replacements that may come; see ``Replacements``.
 
     Args:
-        hub: whose connections are to be replaced.
-        hello: what a new R-worker is greeted with.
-        deadlines: how long to go on when all are lost; and how long one that is
-            greeted may take.
+        deadlines: how long to go on when all are lost; and how long one that is greeted may take.
     """
 
-    def __init__(self, hub: Places[ConnectionT], hello: Hello, deadlines: Deadlines) -> None:
+    def __init__(self, hub: Places, hello: Hello, deadlines: Deadlines) -> None:
         self._hub = hub
         self._hello = hello
         self._greeting = deadlines.while_greeting()
@@ -183,7 +171,7 @@ class HubReplacements(Generic[ConnectionT]):
         self._timeout_s = deadlines.timeout_s
         self._most_blocks: Mapping[int, int] = {}
         self._shards: Mapping[HolderId, Shard] = {}
-        self._candidates: dict[int, _Candidate[ConnectionT]] = {}
+        self._candidates: dict[int, _Candidate] = {}
         # When all are lost, the next is to come before the time is over.
         longest_s = LONGEST_PAUSE_S
         if self._timeout_s > 0:
@@ -192,19 +180,17 @@ class HubReplacements(Generic[ConnectionT]):
 
     @property
     def timeout_s(self) -> float:
-        """See ``Replacements``."""
         return self._timeout_s
 
     def limit(
         self, num_blocks: Mapping[int, int], shards: Mapping[HolderId, Shard] | None = None
     ) -> None:
-        """See ``Replacements``. ``shards``: of each place, where they are members
-        of a group."""
+        """See ``Replacements``. ``shards``: of each place, where they are members of a group."""
         self._most_blocks = num_blocks
         self._shards = shards or {}
 
     def look(self, lost: Iterable[int]) -> dict[int, Welcome]:
-        """Those of the lost R-workers in whose place another one waits to be let in (``admit``)."""
+        """Return the replacements of lost R-workers that wait to be let in (``admit``)."""
         for deadlines in (self._greeting, self._waiting):
             deadlines.begin_look()
         for worker in lost:
@@ -223,7 +209,7 @@ class HubReplacements(Generic[ConnectionT]):
         return any(x.is_greeted and x.welcome is None for x in self._candidates.values())
 
     def admit(self, worker: int) -> None:
-        """From now on the hub's connection of that number is the new R-worker's."""
+        """Make the new R-worker's connection the hub's, under that number."""
         self._pauses.admitted(worker)
         self._hub.replace(worker, self._candidates.pop(worker).connection)
 
@@ -304,3 +290,161 @@ class HubReplacements(Generic[ConnectionT]):
         if candidate is not None:
             candidate.connection.close()
         self._pauses.begin(worker)
+
+
+class SpareConnection:
+    """To a spare R-worker; see ``fastdecode.wire.transport.Connection``."""
+
+    def __init__(self, connection: RConnection, address: str) -> None:
+        self.inner = connection
+        self.address = address
+        """What R-workers call it."""
+        self.is_closed = False
+        self._early: deque[FromRWorker | WorkerError] = deque()
+
+    @property
+    def peer(self) -> str:
+        return self.inner.peer
+
+    @property
+    def heard_s(self) -> float | None:
+        return self.inner.heard_s
+
+    is_reached = True
+    """It has been there from the beginning, or is dead."""
+
+    def send(self, message: ToRWorker) -> None:
+        self.inner.send(message)
+
+    def receive(self, timeout_s: float | None = None) -> FromRWorker:
+        return self._take() if self._early else self.inner.receive(timeout_s)
+
+    def poll(self) -> FromRWorker | None:
+        return self._take() if self._early else self.inner.poll()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.inner.close()
+
+    def arrive(self, what: FromRWorker | WorkerError) -> None:
+        """It has come while others were waited for."""
+        self._early.append(what)
+
+    def _take(self) -> FromRWorker:
+        what = self._early[0]
+        if isinstance(what, WorkerError):
+            raise what  # again and again
+        self._early.popleft()
+        return what
+
+
+class SpareHub:
+    """A hub of which the last connections are to spare R-workers; see
+    ``fastdecode.wire.transport.Hub``. To whoever uses it they aren't there, until
+    they come in the place of others (``fastdecode.engine.fleet.replacements.Places``).
+
+    Args:
+        hub: all of them; behind them there may be others, which aren't to R-workers.
+        num_spares: the last R-workers.
+    """
+
+    def __init__(
+        self, hub: RHub, num_spares: int, addresses: Sequence[str], clock: Clock = time.monotonic
+    ) -> None:
+        self.whole: Final = hub
+        """With the connections to spare R-workers."""
+        self._hub = hub
+        self._clock = clock
+        self._num_workers = len(addresses)
+        self._num_places = num_places = self._num_workers - num_spares
+        self._connections = list(hub.connections[:num_places])
+        self.addresses = list(addresses[:num_places])
+        """What R-workers call each other, by their places: of one in whose
+        place a spare one is to come, that one's."""
+        spares = zip(
+            hub.connections[num_places : self._num_workers], addresses[num_places:], strict=True
+        )
+        self._spares = {num_places + i: SpareConnection(*spare) for i, spare in enumerate(spares)}
+        self._left = deque(self._spares.values())
+
+    @property
+    def connections(self) -> Sequence[RConnection]:
+        """To the R-workers in their places, and behind these to peers that are no R-workers."""
+        whole, num_known = self._hub.connections, len(self._connections) + len(self._spares)
+        if len(whole) > num_known:  # more may come
+            self._connections += whole[num_known:]
+        return self._connections
+
+    @property
+    def num_left(self) -> int:
+        """Spare ones that nobody has needed yet."""
+        return len(self._left)
+
+    def receive_any(self, timeout_s: float | None = None) -> tuple[int, FromRWorker]:
+        """See ``Hub``. What spare ones say waits until they are asked."""
+        until_s = math.inf if timeout_s is None else self._clock() + timeout_s
+        while True:
+            left_s = None if timeout_s is None else max(0.0, until_s - self._clock())
+            try:
+                index, message = self._hub.receive_any(left_s)
+            except PeerLostError as error:
+                place = self._place(error.index)
+                if place is not None:
+                    raise PeerLostError(place, error) from None
+                if error.index in self._spares:
+                    self._spares[error.index].arrive(WorkerError(error.message, code=error.code))
+            else:
+                place = self._place(index)
+                if place is not None:
+                    return place, message
+                if index in self._spares:
+                    self._spares[index].arrive(message)
+            if timeout_s == 0:
+                raise timeout_error("any R-worker", 0.0)
+
+    def reconnect(self, index: int) -> SpareConnection:
+        """To a spare R-worker, which comes in the place of a connection.
+
+        Raises:
+            ConfigError: none is left.
+        """
+        if not self._left:
+            raise ConfigError("no spare R-worker is left")
+        spare = self._left.popleft()
+        self.addresses[index] = spare.address
+        return spare
+
+    def replace(self, index: int, connection: Any) -> None:
+        """A spare connection is the one of this place."""
+        self._connections[index] = connection
+
+    def index(self, place: int) -> int:
+        """In the whole hub, of the connection of a place."""
+        connection = self.connections[place]
+        inner = connection.inner if isinstance(connection, SpareConnection) else connection
+        return list(self._hub.connections).index(inner)
+
+    @property
+    def given_up(self) -> set[int]:
+        """In the whole hub, of those that nobody has to do with any more."""
+        used = {self.index(place) for place in range(self._num_places)}
+        spare = {index for index, each in self._spares.items() if not each.is_closed}
+        return set(range(self._num_workers)) - used - spare
+
+    def _place(self, index: int) -> int | None:
+        """Of a connection of the whole hub."""
+        connection: RConnection = self._spares.get(index) or self._hub.connections[index]
+        return self.connections.index(connection) if connection in self.connections else None
+
+
+class SpareReplacements(HubReplacements):
+    """Spare R-workers that come in the place of lost ones."""
+
+    def __init__(self, hub: SpareHub, hello: Hello, deadlines: Deadlines) -> None:
+        super().__init__(hub, hello, deadlines)
+        self._spare_hub = hub
+
+    @property
+    def timeout_s(self) -> float:
+        """While any is left, it is sure to answer, or to be lost, too."""
+        return math.inf if self._candidates or self._spare_hub.num_left else 0.0

@@ -1,14 +1,13 @@
-"""Replicas as the engine sees them: who keeps whose, which of them can be gone
-on with, and how a neighbour takes a lost R-worker's place.
+"""Replicas as the engine sees them: who keeps whose, which of them can be gone on with, and how a
+neighbour takes a lost R-worker's place.
 
-R-workers form a ring (``fastdecode.schedule.ring``). Each keeps a replica of
-the one before it, which sends it the tokens itself: the S-worker never does.
-When one is lost, its neighbour has its cache, and acts for it from then on. Neither
-that cache nor the one before it has a second copy from then on, until the ring is
-closed again: when nothing is left of what was taken over.
+R-workers form a ring (``fastdecode.schedule.ring``). Each keeps a replica of the one before it,
+which sends it the tokens itself: the S-worker never does. When one is lost, its neighbour has its
+cache, and acts for it from then on. Neither that cache nor the one before it has a second copy
+from then on, until the ring is closed again: when nothing is left of what was taken over.
 
-A holder may be a group of several members (``fastdecode.engine.fleet.groups``).
-Members of the same layers are a ring.
+A holder may be a group of several members (``fastdecode.engine.fleet.groups``). Members of the
+same layers are a ring.
 """
 
 from __future__ import annotations
@@ -16,300 +15,29 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from msgspec.structs import replace
 
 from fastdecode.core.clock import Clock
-from fastdecode.core.errors import ConfigError, Given, WorkerError
+from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.failovers import Failovers
+from fastdecode.engine.fleet.greeting import check_disks, offer_for_replicas
 from fastdecode.engine.fleet.groups import GroupPool, HolderPool
-from fastdecode.engine.fleet.handovers import Handovers
-from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements, Replacements
 from fastdecode.engine.fleet.resharing import GROUP, Resharing, offer_room
-from fastdecode.engine.fleet.ring import DISK, LinkOptions, Ring
+from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.schedule.life import events
-from fastdecode.schedule.ring import num_offered
-from fastdecode.wire.blocks import MISSING, ReplicationNews, TakenOver, TakeOver, words_of
+from fastdecode.wire.blocks import MISSING, TakenOver, TakeOver, words_of
 from fastdecode.wire.messages import MAX_ID, Hello, Welcome
 from fastdecode.wire.transport import TIMEOUT
 from fastdecode.wire.waiting import look_until_found
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Failover:
-    """A lost R-worker whose neighbour goes on for it."""
-
-    worker: str
-    keeper: str
-    noticed_s: float
-    """When the loss was noticed, by the clock."""
-    drain_s: float = 0.0
-    """From then until no step was in flight."""
-    resume_s: float = 0.0
-    """From then until the neighbour had taken over."""
-
-
-@dataclass(frozen=True)
-class Return:
-    """A cache that a neighbour went on with, and another R-worker does now, in
-    the lost one's place."""
-
-    worker: str
-    keeper: str
-    """The neighbour."""
-    copy_s: float
-    """From when it came until it had caught up, in which nobody waited for it."""
-    drain_s: float
-    """From then until no step was in flight."""
-    resume_s: float
-    """From then until it went on."""
-    went_on_s: float
-    """When that was, by the clock."""
-
-
-@dataclass
-class ReplicaFigures:
-    """What has become of replicas so far."""
-
-    failovers: list[Failover] = field(default_factory=list)
-    returns: list[Return] = field(default_factory=list)
-    num_recomputed_holders: int = 0
-    """Lost R-workers of which there was no replica, or not any more."""
-    num_rings: int = 0
-    """How often the ring was closed again, without a lost one or with one that came."""
-    unprotected_s: float = 0.0
-    """In which some R-worker had no replica."""
-    lags: Counter[int] = field(default_factory=Counter)
-    """See ``Protection.lags``."""
-
-    def lag(self, percent: float) -> int | None:
-        """Steps that had begun since the one that a neighbour has, in so many of
-        a hundred times at most; None: nothing was ever said."""
-        left = percent / 100 * self.lags.total()
-        for lag, count in sorted(self.lags.items()):
-            left -= count
-            if left <= 0:
-                return lag
-        return None
-
-
-class Failovers:
-    """Which R-worker takes over from which, of the holders in one ring.
-
-    Args:
-        fleet: the holders.
-        options: of the links.
-        clock: seconds.
-        circle: the ring's holders.
-        figures: what is counted; None: by this ring alone.
-    """
-
-    def __init__(
-        self,
-        fleet: WorkerPool,
-        options: LinkOptions,
-        clock: Clock,
-        circle: Sequence[HolderId],
-        figures: ReplicaFigures | None = None,
-    ) -> None:
-        self._fleet = fleet
-        self._clock = clock
-        self._ring = Ring(fleet, options, clock, fleet.pending.deadlines)
-        self.circle = list(circle)
-        """The ring's holders, lost ones included."""
-        self.failing: dict[HolderId, Failover] = {}
-        """Lost holders that others can go on for, and don't yet."""
-        self._handovers: Handovers | None = None
-        self._counts_links = figures is None
-        self.figures = figures or ReplicaFigures(lags=self._ring.protection.lags)
-        """What happened to replicas so far."""
-
-    @property
-    def adopted(self) -> set[HolderId]:
-        """Lost holders that neighbours go on for, or newcomers that have not answered yet."""
-        placement = self._fleet.placement
-        return {x for x in self.circle if placement[x] != x or self.is_leaving(x)}
-
-    @property
-    def is_beginning(self) -> bool:
-        """Whether a replica is to be kept of which nothing was heard yet."""
-        protection = self._ring.protection
-        return any(not protection.is_cut(holder) for holder in protection.bare)
-
-    def hand_over_to(self, replacements: HubReplacements[Any] | None) -> None:
-        """From now on, neighbours give what they took over to the replacements of
-        lost R-workers, if any come."""
-        if replacements is not None:
-            self._handovers = Handovers(self._fleet, self._ring, replacements, self._clock)
-
-    def begin(self) -> None:
-        """Have every R-worker that is present keep its neighbour up to date."""
-        lost = self._fleet.lost
-        self._ring.close([holder for holder in self.circle if holder not in lost])
-
-    def take_news(self, last_step: int, heard: Sequence[ReplicationNews]) -> None:
-        """Take in what R-workers have reported of their replicas (``heard``).
-        ``last_step``: that has begun."""
-        for news in heard:
-            self._ring.take(news, last_step)
-        self._ring.protection.count()
-        if self._counts_links:
-            self.figures.unprotected_s = self._ring.protection.unprotected_s
-
-    def leaving(
-        self, found: Mapping[int, Welcome], is_used: Callable[[HolderId], bool]
-    ) -> list[HolderId]:
-        """Holders that are to leave the neighbours that go on for them, since
-        those that have come in their places have caught up.
-
-        Args:
-            found: who waits in whose place.
-            is_used: whether any sequence is on a holder.
-        """
-        if self._handovers is None:
-            return []
-        return self._handovers.advance(self.adopted, found, is_used)
-
-    def is_leaving(self, holder: HolderId) -> bool:
-        """Whether a holder is on its way back to its own place."""
-        return self._handovers is not None and holder in self._handovers
-
-    def is_moving(self, holder: HolderId) -> bool:
-        """Whether another R-worker is to serve a holder, as soon as no step is in flight."""
-        is_ready = self._handovers is not None and self._handovers.is_ready(holder)
-        return is_ready or holder in self.failing
-
-    def lose(self, holder: HolderId, *, is_used: bool) -> bool:
-        """A holder is lost, which sequences are on, or not (``is_used``).
-        Whether another R-worker can go on for it."""
-        self.failing.pop(holder, None)
-        name = self._fleet.peer(holder)
-        if self._handovers is not None and self._handovers.has_second_copy(holder):
-            self.failing[holder] = Failover(name, "", self._clock())
-            return True
-        is_bare = holder in self._ring.protection.bare
-        keeper = None if is_bare else self._ring.keeper_of(holder)
-        self._ring.lose(holder)
-        if is_used and keeper is not None:
-            self.failing[holder] = Failover(name, self._fleet.peer(keeper), self._clock())
-            return True
-        self._ring.forget(holder)
-        if is_used:
-            self.figures.num_recomputed_holders += 1
-            logger.warning("no replica of %s: recomputed", name)
-        return False
-
-    def go_on(self, holder: HolderId) -> bool:
-        """Another R-worker goes on for a holder that is lost, or leaves the
-        neighbour that went on for it. Whether it is there."""
-        failover = self.failing.get(holder)
-        if failover is not None:
-            failover.drain_s = self._clock() - failover.noticed_s
-        if self._handovers is not None and self._handovers.may_go_on(holder):
-            self._handovers.let_in(holder)
-        elif not self._stay(holder):
-            self.failing.pop(holder, None)
-            self._ring.forget(holder)
-            self.figures.num_recomputed_holders += 1
-            return False
-        return True
-
-    def _stay(self, holder: HolderId) -> bool:
-        """The neighbour goes on for a holder, as it may have before. Whether it is
-        there."""
-        if holder in self.adopted:
-            if self._handovers is not None:
-                self._handovers.cancel(holder)
-            return not self._fleet.is_lost(holder)
-        keeper = self._ring.keeper_of(holder)
-        if keeper is None:
-            return False
-        self._fleet.placement.move(holder, keeper)
-        self._ring.restore(holder)
-        return True
-
-    def went_on(self, holder: HolderId, *, is_empty: bool) -> bool:
-        """The R-worker that replaces a holder has said what it has, or that it has nothing.
-        Whether the holder is in its own place again."""
-        failover = self.failing.pop(holder, None)
-        is_home = self.is_leaving(holder)
-        if not is_home and not is_empty:
-            self._ring.keep_again(holder)
-        if failover is not None:
-            since_s = failover.noticed_s + failover.drain_s
-            failover.resume_s = self._clock() - since_s
-            failover.keeper = self._fleet.peer(holder)
-            self.figures.failovers.append(failover)
-            logger.warning(
-                "%s goes on for %s, with the replica that it has kept",
-                failover.keeper,
-                failover.worker,
-            )
-        if is_home:
-            self._return(holder, is_planned=failover is None)
-        return is_home
-
-    def _return(self, holder: HolderId, *, is_planned: bool) -> None:
-        """A holder is in its own place again."""
-        assert self._handovers is not None
-        handover = self._handovers.end(holder)
-        if not is_planned:
-            return
-        assert handover.leaves_s is not None and handover.asked_s is not None
-        names = self._fleet.peer(holder), self._fleet.peer(handover.source)
-        copy_s = handover.leaves_s - handover.since_s
-        drain_s = handover.asked_s - handover.leaves_s
-        now = self._clock()
-        spans = copy_s, drain_s, now - handover.asked_s
-        self.figures.returns.append(Return(*names, *spans, now))
-        logger.warning("%s goes on with the cache that %s had taken over", *names)
-
-    def give_up(self, holder: HolderId) -> None:
-        """Nothing is left of a holder, lost or not: nobody need take it over."""
-        self.failing.pop(holder, None)
-        if holder in self.adopted:
-            self._ring.forget(holder)
-            self._fleet.placement.give_back(holder)
-        elif self._fleet.is_lost(holder):
-            self._ring.forget(holder)
-
-    def end_all(self) -> bool:
-        """Nobody goes on for anybody any more, and nobody keeps a replica.
-        Whether all of that is over; if not, ask again."""
-        for holder in self.adopted | self.failing.keys():
-            if self._handovers is not None:
-                self._handovers.cancel(holder)
-            self._fleet.placement.give_back(holder)
-        self.failing.clear()
-        return self._ring.make_way(())
-
-    def is_member(self, holder: HolderId) -> bool:
-        """Whether a holder has a replica in the ring, or keeps another's."""
-        return self._ring.has(holder)
-
-    def mend(self, without: Collection[HolderId] = ()) -> None:
-        """Close the ring again over the present members, but for ``without``, once no
-        neighbour has anything of a lost one."""
-        if self.failing or self.adopted:
-            return
-        lost = self._fleet.lost
-        present = [one for one in self.circle if one not in lost]
-        there = [one for one in present if one not in without]
-        if present and not self._ring.is_closed_over(there) and self._ring.make_way(there):
-            self.figures.num_rings += self._counts_links
-            self._ring.close(there)
-            if len(there) > 1:
-                logger.warning("the ring of replicas is closed over %d R-workers", len(there))
 
 
 @dataclass
@@ -328,20 +56,17 @@ class _Takeover:
 
 
 class Replicas:
-    """As the engine uses them, of holders that are groups of members; see
-    ``HolderPool``. A plain R-worker is a group of one.
+    """As the engine uses them, of holders that are groups of members; see ``HolderPool``. A plain
+    R-worker is a group of one.
 
-    To the engine a group is interrupted when members are lost that neighbours take
-    over: steps in flight end, all members are asked what they have of each sequence,
-    and the sequences go on with the tokens that all have. A member that has more, of
-    steps that didn't count, is asked to forget it. Where that can't be, all is
-    recomputed on other holders.
+    To the engine a group is interrupted when members are lost that neighbours take over: steps in
+    flight end, all members are asked what they have of each sequence, and the sequences go on with
+    the tokens that all have. A member that has more, of steps that didn't count, is asked to
+    forget it. Where that can't be, all is recomputed on other holders.
 
     Args:
-        fleet: the holders.
-        rings: of members, with the options of their links. Every member of a group
-            that keeps other layers is in a ring of its own.
-        clock: seconds.
+        rings: of members, with the options of their links. Every member of a group that keeps
+            other layers is in a ring of its own.
     """
 
     def __init__(
@@ -360,7 +85,7 @@ class Replicas:
         """What happened to replicas so far; links are counted of the first ring."""
         self._session = options.session
         self._begin_s = options.begin_s
-        self._places: HubReplacements[Any] | None = None
+        self._places: HubReplacements | None = None
         self._takeovers: dict[HolderId, _Takeover] = {}  # under way
 
     def begin(self) -> None:
@@ -404,13 +129,12 @@ class Replicas:
     def hand_over_to(self, replacements: Replacements | None) -> None:
         """From now on, what neighbours took over is given to replacements, if any come."""
         self._places = replacements if isinstance(replacements, HubReplacements) else None
-        self.rings[0].hand_over_to(self._places)
+        self.rings[0].replacements = self._places
 
     def take_news(self, last_step: int) -> None:
-        """Take in what members have reported of their replicas. ``last_step``: that
-        has begun."""
+        """Take in what members have reported of their replicas. ``last_step``: that has begun."""
         self._fleet.members.hear_reports()
-        heard = self._fleet.members.events.take_replicas()
+        heard = self._fleet.members.take_replications()
         for ring in self.rings:
             ring.take_news(last_step, [x for x in heard if x.holder in ring.circle])
 
@@ -426,7 +150,7 @@ class Replicas:
 
     def is_leaving(self, holder: HolderId) -> bool:
         """Whether a member of a holder is on its way back to its own place."""
-        return any(self._ring_of[x].is_leaving(x) for x in self._fleet.members_of(holder))
+        return any(self._ring_of[x].is_leaving(x) for x in self._fleet.shards_of(holder))
 
     def lose(self, holder: HolderId, *, is_used: bool) -> bool:
         """A holder is lost since members are; sequences are on it, or not (``is_used``).
@@ -465,7 +189,7 @@ class Replicas:
 
     def _moving(self, holder: HolderId) -> list[HolderId] | None:
         """The members that others are to serve; None: no R-worker can."""
-        members = list(self._fleet.members_of(holder))
+        members = list(self._fleet.shards_of(holder))
         if len(members) > 1:  # some may have been lost while steps in flight ended
             if not all(self._lose_members(holder, is_used=True)):
                 return None
@@ -488,7 +212,7 @@ class Replicas:
         there = {part: count for part, count in counts.items() if count != MISSING}
         kept = list(compress(takeover.asked_keys, answer.is_kept.tolist()))
         is_less = there != takeover.asked or len(kept) < len(takeover.asked_keys)
-        if is_less and len(self._fleet.members_of(holder)) > 1:
+        if is_less and len(self._fleet.shards_of(holder)) > 1:
             self._ask(holder, there, kept)
             return None
         del self._takeovers[holder]
@@ -500,7 +224,7 @@ class Replicas:
 
     def emptied(self, holder: HolderId) -> None:
         """Nothing is left of what was taken over, or nobody can take it over."""
-        for member in self._fleet.members_of(holder):
+        for member in self._fleet.shards_of(holder):
             self._ring_of[member].give_up(member)
         self._fleet.give_up(holder)
 
@@ -508,7 +232,7 @@ class Replicas:
         """Whether a member of a lost holder is there, and has part in a ring still: it would
         forget the replica that it keeps when it is greeted again."""
         lost = self._fleet.members.is_lost
-        members = self._fleet.members_of(holder)
+        members = self._fleet.shards_of(holder)
         return any(not lost(x) and self._ring_of[x].is_member(x) for x in members)
 
     def mend(self, vacant: Collection[HolderId] = (), *, may_return: bool = False) -> None:
@@ -522,7 +246,7 @@ class Replicas:
         """
         leaving: list[HolderId] = []
         for holder in vacant:
-            members = self._fleet.members_of(holder)
+            members = self._fleet.shards_of(holder)
             if len(members) > 1:  # some may have been lost since
                 self._lose_members(holder, is_used=False)
             leaving += members if may_return else ()
@@ -537,11 +261,9 @@ class HeadReplicas(Replicas):
 
     @property
     def adopted(self) -> set[HolderId]:
-        """See ``Replicas``."""
         return self._adopted
 
     def hand_over_to(self, replacements: Replacements | None) -> None:
-        """See ``Replicas``."""
         assert isinstance(replacements, Resharing)
         super().hand_over_to(replacements.keep_replicas(lambda: self.has_ended))
 
@@ -557,7 +279,6 @@ class HeadReplicas(Replicas):
         return []
 
     def emptied(self, holder: HolderId) -> None:
-        """See ``Replicas``."""
         self.rings[0].end_all()
         self._fleet.give_up(holder)
 
@@ -585,10 +306,6 @@ def replicate(
     holders keep the replicas, holders offer what these R-workers have room for.
 
     Args:
-        hello: what all were greeted with.
-        welcomes: what they said.
-        options: of the links.
-        clock: seconds.
         circle: the holders that have replicas; None: all. Others offer all that they have.
 
     Raises:
@@ -598,102 +315,10 @@ def replicate(
     circle = fleet.members.holders if circle is None else circle
     if isinstance(fleet, GroupPool):
         if options.are_in_files:
-            _check_disks(fleet, {x: each for x, each in welcomes.items() if x == GROUP})
+            check_disks(fleet, {x: each for x, each in welcomes.items() if x == GROUP})
         else:
             welcomes = offer_room(fleet, hello, welcomes)
         return dict(welcomes), HeadReplicas(fleet, [(circle, options)], clock)
     copied = {holder: welcome for holder, welcome in welcomes.items() if holder in circle}
     again = {**welcomes, **offer_for_replicas(fleet, hello, copied, options.keepers)}
     return again, Replicas(fleet, [(circle, options)], clock)
-
-
-def offer_for_replicas(
-    fleet: HolderPool,
-    hello: Hello,
-    welcomes: Mapping[HolderId, Welcome],
-    keepers: Mapping[HolderId, HolderId],
-) -> dict[HolderId, Welcome]:
-    """Have every R-worker that is there offer what leaves room for the replicas; see
-    ``offer_as_kept`` and ``offer_halves``; on disk replicas have all the room.
-    ``keepers``: see ``LinkOptions``.
-
-    Raises:
-        ConfigError, WorkerError: as these; or an R-worker has no disk for them.
-    """
-    if DISK in keepers.values():
-        _check_disks(fleet, welcomes)
-        return dict(welcomes)
-    if keepers:
-        return offer_as_kept(fleet, hello, welcomes, keepers)
-    return offer_halves(fleet, hello, welcomes)
-
-
-def _check_disks(fleet: HolderPool, welcomes: Mapping[HolderId, Welcome]) -> None:
-    for holder, welcome in welcomes.items():
-        if not welcome.has_tier:
-            raise ConfigError(
-                Given("replicas", "disk"),
-                f" needs a disk, and {fleet.members.peer(holder)} has none: add ",
-                Given("cache_disk"),
-                " and ",
-                Given("cache_disk_gb"),
-                " where it is started (R-workers of a command of their own: there)",
-            )
-
-
-def offer_as_kept(
-    fleet: HolderPool,
-    hello: Hello,
-    welcomes: Mapping[HolderId, Welcome],
-    keepers: Mapping[HolderId, HolderId],
-) -> dict[HolderId, Welcome]:
-    """Have each holder offer as many KV blocks as its keeper, an R-worker without a holder,
-    has room for.
-
-    Raises:
-        ConfigError: a keeper hasn't the memory for a replica.
-        WorkerError: a keeper is lost, or does not answer.
-    """
-    members = fleet.members
-    rooms = greet(members, hello, among=keepers.values())
-    for keeper in keepers.values():
-        if keeper not in rooms:
-            raise members.gone[members.placement[keeper]]
-    # A keeper's own cache, which the session needs, has one block.
-    offered = {
-        holder: min(welcome.num_blocks, rooms[keepers[holder]].num_blocks - 1)
-        for holder, welcome in welcomes.items()
-    }
-    if min(offered.values()) < 1:
-        raise ConfigError(
-            "the host has no memory for a replica of a KV block: raise ", Given("kv_memory_gb")
-        )
-    greet(members, replace(hello, max_blocks=1), among=keepers.values())
-    return greet(fleet, hello, offered)
-
-
-def offer_halves(
-    fleet: HolderPool, hello: Hello, welcomes: Mapping[HolderId, Welcome]
-) -> dict[HolderId, Welcome]:
-    """Have every R-worker that is there offer half of its KV blocks; see
-    ``replicate``. One whose cache is resumed has offered half before, and stays."""
-    there = sorted(welcomes)
-    if len(there) == 1 < len(fleet):
-        return dict(welcomes)  # all others are lost, and it goes on alone
-    wholes = [welcomes[x].num_blocks * (1 + welcomes[x].is_resumed) for x in there]
-    offered = dict(zip(there, num_offered(wholes), strict=True))
-    resumed = {x: welcomes[x].num_blocks for x in there if welcomes[x].is_resumed}
-    return greet(fleet, hello, offered | resumed)
-
-
-def limits(num_blocks: Mapping[HolderId, int], num_workers: int) -> dict[int, int]:
-    """The KV blocks that each R-worker may offer when it is greeted later.
-
-    Args:
-        num_blocks: what R-workers that were present have offered. One that was absent may
-            offer as many as each of them; if all were, as many as it has.
-        num_workers: the first of ``num_blocks``; others are no R-workers.
-    """
-    offered = {index: num_blocks.get(HolderId(index), 0) for index in range(num_workers)}
-    least = min(filter(None, offered.values()), default=0)
-    return {index: number or least for index, number in offered.items()} if least else {}

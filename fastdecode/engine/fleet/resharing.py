@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -133,9 +133,6 @@ class Resharing:
     """See the module, and ``fastdecode.engine.fleet.replacements.Replacements``.
 
     Args:
-        fleet: the one group.
-        hello: what its members are greeted with again.
-        deadlines: how long an answer may take, and a silence last.
         places: R-workers that may replace a member; None: there are none.
     """
 
@@ -152,7 +149,7 @@ class Resharing:
         self._group = fleet.groups[GROUP]
         self._hello = hello
         self._deadlines = deadlines
-        self._places: HubReplacements[Any] | None = places
+        self._places: HubReplacements | None = places
         self._have_ended: Callable[[], bool] | None = None
         self._usual: Deadlines | None = None
         """Those of the members' answers; None: nobody is being greeted."""
@@ -163,7 +160,6 @@ class Resharing:
 
     @property
     def timeout_s(self) -> float:
-        """See ``Replacements``."""
         if self._num_left and self._num_left != self._too_few:
             return math.inf
         return 0.0 if self._places is None else self._places.timeout_s
@@ -175,9 +171,8 @@ class Resharing:
     def limit(self, num_blocks: Mapping[int, int]) -> None:
         """See ``Replacements``. What a group may offer depends on who is left."""
 
-    def keep_replicas(self, have_ended: Callable[[], bool]) -> HubReplacements[Any] | None:
-        """The members that share the heads anew keep replicas, too. Returns who may
-        replace one.
+    def keep_replicas(self, have_ended: Callable[[], bool]) -> HubReplacements | None:
+        """The members that share the heads anew keep replicas, too. Returns who may replace one.
 
         Args:
             have_ended: whether nobody can go on for a lost one any more.
@@ -203,7 +198,6 @@ class Resharing:
         return {} if self._welcome is None else {GROUP: self._welcome}
 
     def admit(self, worker: int) -> None:
-        """See ``Replacements``."""
         self._end_greeting()
         self._welcome = None
         self._limit()

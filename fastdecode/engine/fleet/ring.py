@@ -1,17 +1,16 @@
-"""The ring of R-workers as the engine sees it: who keeps whose replica, and how
-far each is.
+"""The ring of R-workers as the engine sees it: who keeps whose replica, and how far each is.
 
-The members change (``close``): without one that is lost, and with one that has
-come. Who has another neighbour than before begins a new link; the others go on
-with theirs.
+The members change (``close``): without one that is lost, and with one that has come. Who has
+another neighbour than before begins a new link; the others go on with theirs.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Final
 
 from fastdecode.core.clock import Clock
@@ -19,8 +18,8 @@ from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.engine.fleet.protection import Protection
 from fastdecode.wire.blocks import (
+    NO_STEP,
     ON_DISK,
     DropCache,
     Dropped,
@@ -34,13 +33,90 @@ from fastdecode.wire.transport import TIMEOUT
 logger = logging.getLogger(__name__)
 
 
+MOST_LAG: Final = 1000  # steps; a replica that is further behind counts as that far
+
+
+class _Replica(Enum):
+    """State of a holder's replica."""
+
+    NEW = "new"
+    """To be kept; its keeper has reported nothing yet."""
+    KEPT = "kept"
+    CAUGHT_UP = "caught up"
+    """It has had all that was cached at the end of some step."""
+    ENDED = "ended"
+    """There is none, or it isn't kept up to date any more."""
+
+
+class Protection:
+    """Which holders' replicas are usable, and how far they lag."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._states: dict[HolderId, _Replica] = {}
+        self._unprotected_since_s: float | None = None
+        self.unprotected_s = 0.0
+        """Time in which some R-worker had no replica, up to the last ``count``."""
+        self.lags: Counter[int] = Counter()
+        """Steps that had begun since the one that a neighbour has, at most
+        ``MOST_LAG``: how often it was said."""
+
+    @property
+    def bare(self) -> set[HolderId]:
+        """Holders without a replica that could take over."""
+        kept = _Replica.KEPT, _Replica.CAUGHT_UP
+        return {holder for holder, state in self._states.items() if state not in kept}
+
+    @property
+    def members(self) -> set[HolderId]:
+        """Holders that are to have replicas, or had until they were lost."""
+        return set(self._states)
+
+    def begin(self, holder: HolderId) -> None:
+        """Track a new replica, without a report yet."""
+        self._states[holder] = _Replica.NEW
+
+    def end(self, holder: HolderId) -> None:
+        """Its replica isn't kept up to date any more."""
+        self._states[holder] = _Replica.ENDED
+
+    def only(self, kept: Collection[HolderId], members: Collection[HolderId]) -> None:
+        """Of the ring's members, replicas are kept of these; others don't count any more."""
+        self._states = dict.fromkeys(members, _Replica.ENDED) | {
+            holder: self._states.get(holder, _Replica.KEPT) for holder in kept
+        }
+
+    def hear(self, news: Replicated, last_step: int) -> None:
+        """How far a replica is. ``last_step``: that has begun."""
+        holder = HolderId(news.holder)
+        has_caught_up = news.step != NO_STEP
+        if self._states.get(holder) in (_Replica.NEW, _Replica.KEPT):
+            self._states[holder] = _Replica.CAUGHT_UP if has_caught_up else _Replica.KEPT
+        if has_caught_up:
+            self.lags[min(max(0, last_step - news.step), MOST_LAG)] += 1
+
+    def is_cut(self, holder: HolderId) -> bool:
+        """Whether there is no replica, or it isn't kept up to date any more."""
+        return self._states.get(holder) is _Replica.ENDED
+
+    def has_caught_up(self, holder: HolderId) -> bool:
+        return self._states.get(holder) is _Replica.CAUGHT_UP
+
+    def count(self) -> None:
+        """Count the time in which some R-worker has no replica, up to now."""
+        now = self._clock()
+        if self._unprotected_since_s is not None:
+            self.unprotected_s += now - self._unprotected_since_s
+        self._unprotected_since_s = now if self.bare else None
+
+
 DISK: Final = HolderId(-1)
 """In the place of a keeper: the replica goes into a file, and any R-worker restores it."""
 
 
 @dataclass(frozen=True)
 class LinkOptions:
-    """Of all links."""
+    """Options that all replication links share."""
 
     addresses: Sequence[str] | Mapping[HolderId, str]
     """What R-workers call each other, by their holders; of a replacement, its own."""
@@ -66,43 +142,8 @@ class LinkOptions:
         return ON_DISK if keeper == DISK else self.addresses[keeper]
 
 
-class Links:
-    """The last link of each holder: its number is in all reports on it.
-
-    Args:
-        fleet: the holders.
-        options: of all links.
-    """
-
-    def __init__(self, fleet: WorkerPool, options: LinkOptions) -> None:
-        self._fleet = fleet
-        self._options = options
-        self._numbers: Counter[HolderId] = Counter()
-
-    def number(self, holder: HolderId) -> int:
-        """Of its last link; 0: there was none."""
-        return self._numbers[holder]
-
-    def begin(self, holder: HolderId) -> None:
-        """What it is told next is about a new link."""
-        self._numbers[holder] += 1
-
-    def tell(self, holder: HolderId, keeper: str) -> None:
-        """Have a holder replicate to the R-worker at ``keeper``. Empty to stop replicating."""
-        options = self._options
-        number, timeout_s = self._numbers[holder], options.timeout_s
-        self._fleet.send(holder, Replicate(keeper, options.num_bytes, number, timeout_s))
-
-
 class Ring:
-    """Of a fleet's holders, each an R-worker. The next of each keeps its replica.
-
-    Args:
-        fleet: the holders.
-        options: of all links.
-        clock: seconds.
-        deadlines: of those that are to drop a replica.
-    """
+    """A ring of holders, each an R-worker. The next of each keeps its replica."""
 
     def __init__(
         self, fleet: WorkerPool, options: LinkOptions, clock: Clock, deadlines: Deadlines
@@ -115,7 +156,8 @@ class Ring:
         self._keepers: dict[HolderId, HolderId] = {}
         # Replicas that end, and their keepers: since when they are to be dropped.
         self._dropping: dict[tuple[HolderId, HolderId], float] = {}
-        self.links: Final = Links(fleet, options)
+        self._links: Counter[HolderId] = Counter()
+        """Number of each holder's last link, which is in all reports on it. 0 if there was none."""
         self.protection: Final = Protection(clock)
         """Which replicas are there."""
 
@@ -154,15 +196,14 @@ class Ring:
         return self._keepers == self._pairs(members) and self.protection.members == set(members)
 
     def close(self, members: Sequence[HolderId]) -> None:
-        """From now on these are the ring."""
+        """Make these the ring."""
         before, self._keepers = self._keepers, self._pairs(members)
         if not self._keepers:
             logger.warning("no replicas: all R-workers but one are lost")
         self.protection.only(self._keepers.keys(), members)
         new = {holder for holder in self._keepers if before.get(holder) != self._keepers[holder]}
         for holder in new:
-            self._begin(holder)
-            self.links.tell(holder, self.options.address(self._keepers[holder]))
+            self._begin(holder, self.options.address(self._keepers[holder]))
         self.protection.count()
 
     def _pairs(self, members: Sequence[HolderId]) -> dict[HolderId, HolderId]:
@@ -193,21 +234,19 @@ class Ring:
     def restore(self, holder: HolderId) -> None:
         """The R-worker that a lost holder was moved to reads the replica, if it is in a file."""
         if self._is_in_file(holder):
-            order = Restore(self.options.session, self.links.number(holder), holder)
+            order = Restore(self.options.session, self._links[holder], holder)
             self._fleet.send(holder, order)
 
     def keep_again(self, holder: HolderId) -> None:
         """The R-worker that restored a holder keeps its replica in a file."""
         if self._is_in_file(holder):
-            self._begin(holder)
-            self.links.tell(holder, ON_DISK)
+            self._begin(holder, ON_DISK)
 
     def _is_in_file(self, holder: HolderId) -> bool:
         return self._keepers.get(holder) == DISK
 
     def lose(self, holder: HolderId) -> None:
-        """A holder is lost: its replica is the last of it, and the one that it
-        kept is gone."""
+        """A holder is lost: its replica is the last of it, and the one that it kept is gone."""
         for pair in [pair for pair in self._dropping if pair[1] == holder]:
             del self._dropping[pair]
         self.protection.end(holder)
@@ -218,8 +257,7 @@ class Ring:
         self.protection.count()
 
     def forget(self, holder: HolderId) -> None:
-        """Nobody goes on with a replica, or not any more; also where it was
-        taken over."""
+        """Nobody goes on with a replica, or not any more; also where it was taken over."""
         keeper, is_own = self.keeper_of(holder), self._is_in_file(holder)
         self._keepers.pop(holder, None)
         if keeper is not None and not (is_own and keeper == holder):
@@ -229,8 +267,7 @@ class Ring:
         """A cache that a neighbour goes on with is copied to whoever has come in
         its holder's place."""
         self._keepers[holder] = holder
-        self._begin(holder)
-        self.links.tell(holder, self.options.addresses[holder])
+        self._begin(holder, self.options.addresses[holder])
         self.protection.count()
 
     def stop_copying(self, holder: HolderId, source: HolderId) -> None:
@@ -253,7 +290,7 @@ class Ring:
         if isinstance(news, Dropped):
             self._dropping.pop((HolderId(news.cache), holder), None)
             return
-        number = self.links.number(holder)
+        number = self._links[holder]
         if news.link > number:
             text = f"{self._fleet.peer(holder)} speaks of what can't be: {news}"
             self._fleet.lose(holder, ProtocolError(text))
@@ -267,21 +304,28 @@ class Ring:
             self.protection.end(holder)
         self.protection.count()
 
-    def _begin(self, holder: HolderId) -> None:
-        """A link of the holder's to a new keeper, of whom nothing was heard yet."""
-        self.links.begin(holder)
+    def _begin(self, holder: HolderId, keeper: str) -> None:
+        """Begin a link of the holder's to a new keeper, without a report yet."""
         self.protection.begin(holder)
+        self._tell(holder, keeper)
+
+    def _tell(self, holder: HolderId, keeper: str) -> None:
+        """Ask a holder to replicate to the R-worker at ``keeper`` over a new link. Empty to stop
+        replicating."""
+        self._links[holder] += 1
+        options = self.options
+        number, timeout_s = self._links[holder], options.timeout_s
+        self._fleet.send(holder, Replicate(keeper, options.num_bytes, number, timeout_s))
 
     def _drop(self, holder: HolderId, keeper: HolderId) -> None:
-        """Have a cache dropped."""
+        """Drop a cache at its keeper."""
         if keeper not in self._fleet.gone:
             self._dropping[holder, keeper] = self._deadlines.clock()
-            link = self.links.number(holder) if self.options.are_in_files else 0
+            link = self._links[holder] if self.options.are_in_files else 0
             self._fleet.send(keeper, DropCache(self.options.session, holder, keeper, link))
 
     def _end(self, holder: HolderId) -> None:
         """Its replica isn't kept up to date any more."""
         self.protection.end(holder)
         if holder not in self._fleet.lost:
-            self.links.begin(holder)
-            self.links.tell(holder, "")
+            self._tell(holder, "")

@@ -28,12 +28,11 @@ from fastdecode.core.errors import (
     without_frames,
 )
 from fastdecode.core.sequence import Request
-from fastdecode.engine.figures import EngineFigures
 from fastdecode.engine.instances.engine_client import EngineClient
 from fastdecode.engine.instances.routed_request import RequestObserver, RequestStage, RoutedRequest
 from fastdecode.engine.instances.router import RoutedRequests, Router
 from fastdecode.engine.instances.status_report import sum_figures, sum_stats
-from fastdecode.engine.stats import EngineStats
+from fastdecode.engine.stats import EngineFigures, EngineStats
 from fastdecode.schedule.life.handing import HANDED_OVER_LOST
 
 logger = logging.getLogger(__name__)

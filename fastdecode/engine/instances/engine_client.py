@@ -8,8 +8,7 @@ from typing import Protocol
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import Request
-from fastdecode.engine.figures import EngineFigures
-from fastdecode.engine.stats import EngineStats
+from fastdecode.engine.stats import EngineFigures, EngineStats
 
 
 class EngineClient(Protocol):

@@ -22,7 +22,7 @@ from fastdecode.engine.instances.instance_server import InstanceServer
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.setup.devices import choose_device
 from fastdecode.engine.setup.launch import RunningEngine
-from fastdecode.engine.setup.reach import resolve_beside
+from fastdecode.engine.setup.resolve import resolve_for_this_host
 from fastdecode.wire.instances import InstanceWelcome, ToInstance
 from fastdecode.wire.messages import Failed
 from fastdecode.wire.mpi.ranks import S_RANK, RankRole, launched_size, local_rank, local_size
@@ -188,12 +188,12 @@ def _follow_leader(
     """Another S-worker of an instance: a later stage, or one that acts as one with the
     first of its stage. See ``serve_instance_rank``."""
     from fastdecode.engine.setup.ranks import mirror_leader
-    from fastdecode.engine.setup.stage_ranks import serve_stage
+    from fastdecode.engine.setup.stages import serve_stage
     from fastdecode.wire.mpi.job import wait_for_end
 
     assert colocation.ranks is not None
     _share_cores(colocation)
-    resolve = partial(resolve_beside, colocation=colocation)
+    resolve = partial(resolve_for_this_host, beside=colocation)
     try:
         if colocation.ranks.role(job.rank) is RankRole.MIRROR:
             mirror_leader(own, resolve)

@@ -8,9 +8,8 @@ from typing import Protocol
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import FastDecodeError, WorkerError
 from fastdecode.core.sequence import Request
-from fastdecode.engine.figures import EngineFigures
 from fastdecode.engine.instances.status_report import status_from_json
-from fastdecode.engine.stats import EngineStats
+from fastdecode.engine.stats import EngineFigures, EngineStats
 from fastdecode.wire.instances import (
     Cancel,
     EndConversation,

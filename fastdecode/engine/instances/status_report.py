@@ -9,9 +9,7 @@ from dataclasses import asdict, fields
 from typing import Any, Final
 
 from fastdecode.core.errors import ProtocolError
-from fastdecode.engine.figures import EngineFigures, HolderFigures
-from fastdecode.engine.latency import LatencyHistogram
-from fastdecode.engine.stats import EngineStats
+from fastdecode.engine.stats import EngineFigures, EngineStats, HolderFigures, LatencyHistogram
 from fastdecode.schedule.cache.rates import TierCounts
 from fastdecode.schedule.life.adoption import AdoptionCounts
 

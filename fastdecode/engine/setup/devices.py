@@ -1,5 +1,4 @@
-"""The S-part's device: which one it is, what is free there, and whether CUDA
-graphs run on it."""
+"""The S-part's device: which one it is, what is free there, and whether CUDA graphs run on it."""
 
 from __future__ import annotations
 
@@ -15,13 +14,11 @@ _R550 = 12_040
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:
-    """The device of one of the S-workers that act as one: GPUs are counted from
-    the one that is named.
+    """The device of one of the S-workers that act as one: GPUs are counted from the one that is
+    named.
 
     Args:
-        name: cpu, cuda, cuda:N, or auto: cuda if torch sees a GPU here, else
-            cpu.
-        rank: which S-worker.
+        name: cpu, cuda, cuda:N, or auto: cuda if torch sees a GPU here, else cpu.
 
     Raises:
         ConfigError: it is none of these, or isn't there.

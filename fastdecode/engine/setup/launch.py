@@ -25,51 +25,50 @@ from fastdecode.core.resuming import Session
 from fastdecode.core.trace import Trace
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.extensions import EngineState, Extension, StepTiming
-from fastdecode.engine.failover import recovery_of
 from fastdecode.engine.fleet.colocation import Colocation
-from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.greeting import greet, limits, offer_for_replicas
 from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.replacements import Replacements
-from fastdecode.engine.fleet.replicas import Replicas, limits, offer_for_replicas
+from fastdecode.engine.fleet.replicas import Replicas
 from fastdecode.engine.fleet.resharing import Resharing
-from fastdecode.engine.kv_exchange import KVExchange
+from fastdecode.engine.kv_exchange import ExportAddresses, KVExchange
+from fastdecode.engine.recovery import recovery_of
 from fastdecode.engine.requests import Requests
-from fastdecode.engine.session.attach import attach
-from fastdecode.engine.session.recorder import Recorder
+from fastdecode.engine.session import Recorder, attach
 from fastdecode.engine.setup.devices import describe_device
-from fastdecode.engine.setup.ranks import check_launched, meet_ranks
-from fastdecode.engine.setup.reach import (
-    agreed_hello,
-    device_beside,
-    exports_of,
-    has_stage_ranks,
-    make_attention,
-    make_hello,
-    reach_workers,
-    resolve_beside,
-)
-from fastdecode.engine.setup.replicas import (
+from fastdecode.engine.setup.greeting import (
     about_replicas,
     keepers_of,
+    make_hello,
     make_replicas,
     make_stage_replicas,
+    open_tiers,
 )
-from fastdecode.engine.setup.s_worker import make_s_worker
+from fastdecode.engine.setup.ranks import check_launched, meet_ranks
+from fastdecode.engine.setup.reach import (
+    device_beside,
+    has_stage_ranks,
+    make_attention,
+    reach_workers,
+)
+from fastdecode.engine.setup.resolve import resolve_for_this_host
+from fastdecode.engine.setup.s_worker import load_stage, make_s_worker
 from fastdecode.engine.setup.scheduling import lane_control, measured_times, schedule_for
-from fastdecode.engine.setup.stage_threads import ThreadStages, connected, later_setups
-from fastdecode.engine.setup.stages import about_layers, greet_stages, whole_columns
-from fastdecode.engine.setup.tiers import cache_identity, check_disk, open_tiers
-from fastdecode.engine.stages.links import StageLinks
-from fastdecode.engine.stages.pool import ColumnPool, StagePool, pool_of
-from fastdecode.engine.stages.replacements import ColumnReplacements
-from fastdecode.engine.stages.stage_forward import FirstStage
-from fastdecode.engine.stats import AttachedCounts
+from fastdecode.engine.setup.stages import (
+    ThreadStages,
+    connected,
+    greet_stages,
+    later_setups,
+    whole_columns,
+)
+from fastdecode.engine.setup.workers import pools_of
+from fastdecode.engine.stages.first_stage import ColumnReplacements, FirstStage
+from fastdecode.engine.stages.pool import ColumnPool, StagePool
 from fastdecode.engine.step.device import DeviceAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.reached_device import ReachedDevice
 from fastdecode.engine.transfers import Transfers
-from fastdecode.schedule.cache.holdings import Holdings
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.ring import neighbour
 from fastdecode.schedule.times import MeasuredTimes
@@ -77,11 +76,8 @@ from fastdecode.text.codec import TextCodec
 from fastdecode.text.grammars import GrammarMasks
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import Hello, Welcome
-from fastdecode.wire.stages import StageWelcome
 from fastdecode.wire.transport import TIMEOUT
-from sworker.dtypes import torch_dtype
 from sworker.failures import typed_start
-from sworker.load.weights import load_model
 from sworker.model.skeleton import Model
 from sworker.ranks.group import Ranks
 
@@ -89,28 +85,26 @@ logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.01
 """Whether those that are left have answered, when one was lost while all were greeted."""
+_GBIT_BYTES = 1e9 / 8
 
 
 class RunningEngine:
-    """An engine, the model that it runs and the R-workers that serve it. Close
-    it when done.
+    """An engine, the model that it runs and the R-workers that serve it. Close it when done.
 
     Args:
-        config: what the user chose.
-        progress: told what is being done, one line at a time.
-        trace: told what every step did.
-        times: what is known of step times before the first one, and told how
-            long each took; None: what is needed of it is learnt.
-        session: of a run that another process may go on with, for R-workers at
-            addresses; None: nobody can.
-        colocation: other engines' R-workers in this process, which reach this one's.
-        is_instance: other engines go on with its prompts, and it with theirs; with a
+        progress: Called with what is being done, one line at a time.
+        times: What is known of step times before the first one. Gets how long each step took.
+            None: what is needed of it is learnt.
+        session: Of a run that another process may go on with, for R-workers at addresses. None if
+            none can.
+        colocation: Other engines' R-workers in this process, which reach this one's.
+        is_instance: Other engines go on with its prompts, and it with theirs; with a
             ``colocation`` they do anyway.
 
     Raises:
-        ConfigError, ModelError: an option or the model directory is bad.
-        CapacityError: there isn't the memory for the model.
-        WorkerError: an R-worker failed to start, or refused to serve.
+        ConfigError, ModelError: If an option or the model directory is bad.
+        CapacityError: If there isn't the memory for the model.
+        WorkerError: If an R-worker failed to start, or refused to serve.
     """
 
     @typed_start()
@@ -129,7 +123,7 @@ class RunningEngine:
         check_launched(config.s_part, has_r_workers=not config.r_part.is_on_device)
         self._checkpoint = open_checkpoint(config.model, config.s_part.load_format)
         self.spec = self._checkpoint.spec(max_model_len=config.s_part.max_model_len)
-        self.resolved = resolve_beside(config, self.spec, colocation)
+        self.resolved = resolve_for_this_host(config, self.spec, beside=colocation)
         self._opened = ExitStack()
         try:
             self._is_instance = is_instance or colocation is not None
@@ -146,9 +140,8 @@ class RunningEngine:
         self.load_s = time.perf_counter() - started
 
     def _open(self, session: Session | None, colocation: Colocation | None) -> None:
-        """Reach whoever serves the engine. R-workers come before the model: that
-        one of them can't be reached is better known before than after a large
-        one is loaded."""
+        """Reach the peers that serve the engine. R-workers come before the model: that one of
+        them can't be reached is better known before than after a large one is loaded."""
         config, cluster = self.resolved.config, self.resolved.config.cluster
         self.codec = TextCodec.load(self._checkpoint.directory, self.resolved.max_model_len)
         self._opened.callback(self.codec.close)
@@ -157,25 +150,16 @@ class RunningEngine:
         self._workers = reach_workers(self.resolved, hub, colocation)
         close, self._gone = self._workers.close, self._workers.absent
         self._opened.callback(lambda: close(self._gone, cluster.worker_timeout_s))
-        stages = self._start_stages(hub, colocation)
-        if stages is not None:
-            self._workers = connected(self._workers, hub, stages.links)
-        self._stage_addresses: dict[int, Seq[str]] = {} if stages is None else stages.addresses
+        self._setups = later_setups(self._checkpoint, self.spec, self.resolved)
+        self._stage_addresses: dict[int, Seq[str]] = {}
+        if self._setups and not has_stage_ranks(self.resolved):
+            self._start_stages(hub, colocation)
         self._device = device_beside(self.resolved, colocation)
         if self._device is not None:
             self._opened.callback(self._device.close)
         self._session = session if self.resolved.transport == "zmq" else None
-        pool, self._fleet = pool_of(
-            self._workers.hub,
-            cluster.worker_timeout_s,
-            cluster.worker_silence_s,
-            self._workers.absent,
-            self._device,
-            self._workers.stages,
-            self.resolved.layers,
-            shares_heads=config.r_part.r_partition == "heads",
-            num_keepers=len(self._workers.keepers),
-        )
+        layers = self.resolved.layers
+        pool, self._fleet = pools_of(self._workers, config, self._device, layers)
         self._gone = pool.gone  # as it is, whenever they are closed
         if config.r_part.replicas and not self._workers.keepers:
             neighbour(
@@ -185,59 +169,61 @@ class RunningEngine:
                 num_spares=self._workers.num_spares,
             )  # or it is refused
 
+    def _start_stages(self, hub: InprocHub[Any, Any], beside: Colocation | None) -> None:
+        """Start the other stages as threads."""
+        num_threads = max(1, torch.get_num_threads() // self.resolved.stages_at_once)
+        if self.resolved.device.type == "cpu":
+            self._opened.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(num_threads)
+        stages = ThreadStages(self._setups, hub, num_threads, beside)
+        self._opened.callback(stages.close)
+        self._workers = connected(self._workers, hub, stages.links)
+        self._stage_addresses = stages.addresses
+
     def _start(
         self, tell: Callable[[str], None], trace: Trace | None, times: MeasuredTimes | None
     ) -> Engine:
         """Load the model, greet all holders, and make the engine of them."""
-        workers, cluster = self._workers, self.resolved.config.cluster
+        workers, config, cluster = self._workers, self.resolved.config, self.resolved.config.cluster
+        session, has_replicas = self._session, config.r_part.replicas
         model = self._load_model(tell)
         where = f"; before them, {self._device.peer}" if self._device is not None else ""
         tell(workers.greeting + where)
-        hello = make_hello(self._checkpoint, self._own_spec, self.resolved)
-        hello = agreed_hello(hello, self.resolved, self._ranks)
-        hello = _for_session(hello, self._session, self.resolved.config)
+        hello = make_hello(self._checkpoint, self._own_spec, self.resolved, self._ranks)
+        if session is not None:
+            hello = structs.replace(hello, session=session.number, outlives=config.keeps_blocks)
         deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
         replacements = self._replacements(hello, deadlines)
-        resumes = self._session is not None and self._session.is_resumed and hello.outlives
+        resumes = session is not None and session.is_resumed and hello.outlives
         greeting = structs.replace(hello, resumes=resumes)
         welcomes = self._greet(greeting, replacements)
         replicas = None
-        if self.resolved.config.r_part.replicas:
+        if has_replicas:
             all_blocks = welcomes
             if workers.stages is None:
-                welcomes, replicas = make_replicas(
-                    self._fleet, greeting, welcomes, workers, self.resolved.config
-                )
+                welcomes, replicas = make_replicas(self._fleet, greeting, welcomes, workers, config)
             else:
-                keepers = keepers_of(workers, self.resolved.config)
+                keepers = keepers_of(workers, config)
                 welcomes = offer_for_replicas(self._fleet, greeting, welcomes, keepers)
-            tell(about_replicas(all_blocks, welcomes, workers, self.resolved.config))
+            tell(about_replicas(all_blocks, welcomes, workers, config))
             if replacements is not None:
                 blocks_of = {x: y.num_blocks for x, y in welcomes.items()}
                 replacements.limit(limits(blocks_of, workers.num_holders))
         if workers.stages is not None:
-            others = self._greet_stages(workers.stages, greeting)
+            others = greet_stages(self._fleet, workers.stages, self._setups, greeting)
             for other in others:  # of threads they are known, and kept up to date
                 self._stage_addresses.setdefault(other.stage, other.addresses)
-            welcomes = self._in_columns(welcomes, others)
-            if self.resolved.config.r_part.replicas:
-                replicas = make_stage_replicas(
-                    self._fleet, hello.session, workers, self.resolved.config, others
-                )
+            welcomes, missing = whole_columns(welcomes, others)
+            if missing:
+                self._check_enough(len(welcomes), missing)
+            if has_replicas:
+                replicas = make_stage_replicas(self._fleet, hello.session, workers, config, others)
         self.welcomes = tuple(welcomes.values())
         blocks = tuple(
             welcomes[i].num_blocks if i in welcomes else 0
             for i in map(HolderId, range(len(self._fleet)))
         )
-        with_tier = [holder for holder, welcome in welcomes.items() if welcome.has_tier]
-        own = self.resolved.config
-        check_disk(self.resolved, with_tier)
-        if with_tier and own.keeps_blocks:
-            identity = cache_identity(self.resolved, self._checkpoint)
-            open_tiers(
-                tell, self._fleet, with_tier, identity, self._checkpoint,
-                is_memory=own.cache.cache_memory_gb is not None,
-            )  # fmt: skip
+        open_tiers(tell, self._fleet, welcomes, self.resolved, self._checkpoint)
         engine = self._make_engine(model, blocks, trace, times, replicas, replacements)
         counts = engine.stats.attached
         if counts is not None and counts.num_sequences:
@@ -248,7 +234,8 @@ class RunningEngine:
         return engine
 
     def _replacements(self, hello: Hello, deadlines: Deadlines) -> Replacements | None:
-        """What looks for R-workers that replace lost ones; None: lost ones have no replacements."""
+        """Return what looks for R-workers that replace lost ones. None: they have no
+        replacements."""
         fleet, config = self._fleet, self.resolved.config
         places = self._workers.places(config, hello, deadlines)
         if isinstance(fleet, GroupPool) and config.r_part.r_partition == "heads":
@@ -257,97 +244,39 @@ class RunningEngine:
             return ColumnReplacements(fleet, hello, places, deadlines.timeout_s)
         return places
 
-    def _attach(self, cache: Holdings) -> AttachedCounts | None:
-        """Go on with what R-workers have kept of the session, if there is anything."""
-        session = self._session
-        if session is None:
-            return None
-        if session.is_resumed and self.resolved.config.keeps_blocks:
-            return attach(self._fleet, cache, session)
-        session.begin()
-        return None
-
     @property
     def _own_spec(self) -> ModelSpec:
-        """Of this stage's layers."""
+        """The spec of this stage's layers."""
         layers = self.resolved.layers
         return self.spec if len(layers) == 1 else stage_spec(self.spec, layers[0])
 
-    def _start_stages(
-        self, hub: InprocHub[Any, Any], beside: Colocation | None
-    ) -> ThreadStages | None:
-        """The other stages, as threads; None: there are none."""
-        setups = later_setups(self._checkpoint, self.spec, self.resolved)
-        if not setups or has_stage_ranks(self.resolved):
-            return None
-        num_threads = max(1, torch.get_num_threads() // self.resolved.stages_at_once)
-        if self.resolved.device.type == "cpu":
-            self._opened.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(num_threads)
-        stages = ThreadStages(setups, hub, num_threads, beside)
-        self._opened.callback(stages.close)
-        return stages
-
-    def _greet_stages(self, links: StageLinks, hello: Hello) -> tuple[StageWelcome, ...]:
-        """What later stages answer. ``hello``: what the first stage's R-workers were
-        greeted with."""
-        setups = later_setups(self._checkpoint, self.spec, self.resolved)
-        return greet_stages(self._fleet, links, setups, hello)
-
-    def _in_columns(
-        self, welcomes: dict[HolderId, Welcome], others: Seq[StageWelcome]
-    ) -> dict[HolderId, Welcome]:
-        """``welcomes`` of the first stage's R-workers, with the KV blocks that
-        every stage has of a column; columns that one of them lacks are lost.
-
-        Raises:
-            WorkerError: too few columns are there.
-        """
-        there, missing = whole_columns(welcomes, others)
-        if missing:
-            self._check_enough(len(there), missing)
-        return there
-
     def _load_model(self, tell: Callable[[str], None]) -> Model:
-        """The model, or this rank's part of it once the others have been met."""
+        """Load the model, or this rank's part of it once the others have been met."""
         config, resolved = self.resolved.config, self.resolved
         where = describe_device(resolved.device, resolved.free, config.s_part.device)
         if config.s_part.pp > 1:
-            where += f" in {about_layers(resolved.layers)}"
+            told = ", ".join([f"{each.start}-{each.stop - 1}" for each in resolved.layers])
+            where += f" in {len(resolved.layers)} stages, layers {told}"
         tell(
             f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, "
             f"{resolved.dtype}) on {where}: {resolved.memory}; "
             f"prefix cache {'on' if config.keeps_blocks else 'off'}"
         )
-        if decoding := self._checkpoint.about_decoding(self.spec, resolved.dtype):
-            tell(decoding)
-        if resolved.about_products:
-            tell(resolved.about_products)
-        if resolved.why_placed:
-            tell(resolved.why_placed)
+        decoding = self._checkpoint.about_decoding(self.spec, resolved.dtype)
+        for line in filter(None, (decoding, resolved.about_products, resolved.why_placed)):
+            tell(line)
         if config.s_part.tp > 1:
             self._ranks = meet_ranks(resolved)
             self._opened.callback(self._ranks.close)
-        device, shard = (
-            (self._ranks.device, self._ranks.shard) if self._ranks else (resolved.device, None)
-        )
-        return load_model(
-            self._checkpoint,
-            device=device,
-            dtype=torch_dtype(resolved.dtype),
-            kv_dtype=resolved.kv_dtype,
-            max_model_len=config.s_part.max_model_len,
-            shard=shard,
-            layers=resolved.layers[0],
-        )[1]
+        return load_stage(self._checkpoint, resolved, 0, self._ranks)[1]
 
     def _greet(self, hello: Hello, replacements: Replacements | None) -> dict[HolderId, Welcome]:
-        """The answers of those that are there, by holder; of those that have
+        """Return the answers of those that are there, by holder; of those that have
         come in a lost one's place meanwhile, too.
 
         Raises:
-            ConfigError: one can't hold such a cache.
-            WorkerError: too few are there.
+            ConfigError: If one can't hold such a cache.
+            WorkerError: If too few are there.
         """
         welcomes = greet(self._fleet, hello)
         lost = dict(self._fleet.lost)
@@ -364,7 +293,7 @@ class RunningEngine:
     def _check_enough(self, num_live: int, lost: Seq[WorkerError]) -> None:
         """
         Raises:
-            WorkerError: too few R-workers (of columns, with stages) are there.
+            WorkerError: If no R-worker (of columns, with stages) is there.
         """
         if not num_live:
             raise lost[0]
@@ -387,8 +316,8 @@ class RunningEngine:
         replicas: Replicas | None,
         replacements: Replacements | None,
     ) -> Engine:
-        """The engine, once R-workers have said what room they have: ``blocks`` of each."""
-        resolved, fleet = self.resolved, self._fleet
+        """Make the engine, once R-workers have said what room they have: ``blocks`` of each."""
+        resolved, fleet, session = self.resolved, self._fleet, self._session
         s_worker = make_s_worker(self.spec, model, resolved, self._ranks)
         attention = make_attention(
             self._workers, fleet, self._own_spec, resolved, s_worker, self._device
@@ -403,20 +332,25 @@ class RunningEngine:
             times,
             is_instance=self._is_instance,
             # No part is called what another run has called one in the same caches.
-            first_part_id=0 if self._session is None else secrets.randbelow(1 << 30) << 32,
+            first_part_id=0 if session is None else secrets.randbelow(1 << 30) << 32,
         )
         # What a later stage cannot read is known too late for a step that has begun;
         # and a step on the device runs all layers without a look at the disk.
         joins_early = resolved.config.s_part.pp == 1 and self._workers.kind is not HolderKind.DEVICE
         lifecycle = Lifecycle(scheduler, joins_early=joins_early)
-        eos = _eos_token_ids(self.spec, self.codec)
+        own = () if self.codec.eos_token_id is None else (self.codec.eos_token_id,)
+        named = (*self.spec.eos_token_ids, *(x for x in own if x < self.spec.vocab_size))
+        eos = tuple(dict.fromkeys(named))  # by the model's configs and its tokenizer's
         masks = GrammarMasks(self.codec, self.spec.vocab_size, eos)
         self._opened.callback(masks.close)
         requests = Requests(self.codec, eos, self.spec.vocab_size, masks)
         state = EngineState(fleet, lifecycle, requests)
         if isinstance(attention, DeviceAttention) and attention.swap is not None:
             state.stats.swap = attention.swap.kv.figures
-        state.stats.attached = self._attach(scheduler.ledger.cache)
+        if session is not None and session.is_resumed and resolved.config.keeps_blocks:
+            state.stats.attached = attach(fleet, scheduler.ledger.cache, session)
+        elif session is not None:
+            session.begin()
         if replicas is not None:
             replicas.begin()  # of what is attached, too
         recovery = recovery_of(state, replicas, replacements)
@@ -424,7 +358,7 @@ class RunningEngine:
         return Engine(s_worker, pipeline, state, recovery, extensions, trace)
 
     def _extensions(self, state: EngineState, times: MeasuredTimes | None) -> list[Extension]:
-        """The features that are on."""
+        """Return the features that are on."""
         extensions: list[Extension] = []
         if times is not None:
             lanes = state.lifecycle.scheduler.hybrid or lane_control(self.resolved, times)
@@ -433,14 +367,17 @@ class RunningEngine:
         if has_tiers or self._is_instance:
             extensions.append(Transfers(state))
         if self._is_instance:
-            exports = exports_of(self._address_of, self.spec, self.resolved)
+            config = self.resolved.config
+            bytes_per_s = (config.instances.fetch_gbps or 0.0) * _GBIT_BYTES
+            timeout_s, num_heads = config.cluster.worker_timeout_s, self.spec.num_kv_heads
+            exports = ExportAddresses(self._address_of, num_heads, bytes_per_s, timeout_s)
             extensions.append(KVExchange(state, exports))
         if self._session is not None:
             extensions.append(Recorder(self._session, state.lifecycle.sequences))
         return extensions
 
     def _address_of(self, worker: int) -> str:
-        """What other instances' R-workers call one of these, by its index in the pool."""
+        """Return what other instances' R-workers call one of these, by its index in the pool."""
         members, stage = self._fleet.members, 0
         if worker == self._workers.num_holders and isinstance(self._device, ReachedDevice):
             return self._device.address
@@ -451,7 +388,6 @@ class RunningEngine:
 
     @property
     def _lost(self) -> list[WorkerError]:
-        """Why those R-workers are lost that are."""
         return list(self._fleet.gone.values())
 
     @property
@@ -460,7 +396,7 @@ class RunningEngine:
 
     @property
     def num_r_workers(self) -> int:
-        """That it began with, in all stages."""
+        """R-workers that it began with, in all stages."""
         if self._workers.kind is HolderKind.DEVICE:
             return 0
         return self._workers.num_holders * len(self.resolved.layers)
@@ -473,22 +409,6 @@ class RunningEngine:
         """Stop the R-workers, S-workers beside this one and what encodes
         prompts. Safe to call twice."""
         self._opened.close()
-
-
-def _eos_token_ids(spec: ModelSpec, codec: TextCodec) -> tuple[int, ...]:
-    """Return all that the model's configs and its tokenizer's name."""
-    eos = codec.eos_token_id
-    own = () if eos is None or eos >= spec.vocab_size else (eos,)
-    return tuple(dict.fromkeys((*spec.eos_token_ids, *own)))
-
-
-def _for_session(hello: Hello, session: Session | None, config: EngineConfig) -> Hello:
-    """What R-workers are greeted with, in a run that another process may go on with."""
-    return structs.replace(
-        hello,
-        session=hello.session if session is None else session.number,
-        outlives=session is not None and config.keeps_blocks,
-    )
 
 
 def _freeze_objects() -> Callable[[], object]:

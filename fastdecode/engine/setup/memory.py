@@ -1,15 +1,15 @@
-"""What an engine will take of the host's and the device's memory, computed
-before anything is loaded.
+"""What an engine will take of the host's and the device's memory, computed before anything is
+loaded.
 
-A pure function of sizes: weights, what a step's rows need at once, pinned
-memory between device and host, and what is left for the KV cache. Estimates err
-on the large side; what they leave out (a CUDA context, libraries' workspaces)
-has a fixed share of its own.
+A pure function of sizes: weights, what a step's rows need at once, pinned memory between device
+and host, and what is left for the KV cache. Estimates err on the large side; what they leave out
+(a CUDA context, libraries' workspaces) has a fixed share of its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.host.machine import default_kv_bytes
@@ -17,6 +17,8 @@ from fastdecode.core.model.spec import ModelSpec
 from sworker.buffers import LENT_LAYERS
 from sworker.sampling.sampler import MAX_BLOCK_ELEMENTS
 
+Mend: TypeAlias = "tuple[str | Given, ...]"
+"""What to lower or change, in the words of an error."""
 CUDA_RESERVE_BYTES = 1 << 30  # workspaces, fragmentation
 GRAPH_BYTES = 256 << 10
 """What a captured graph of a dozen kernels takes of the device's memory,
@@ -26,8 +28,7 @@ OLD_NODE_BYTES, NODE_BYTES = 64 << 10, 8 << 10
 """What a kernel of a graph takes with drivers before and from R550 on; the second
 is an estimate."""
 _HELD_SHARE = 8
-"""Prompts under way may take one part in so many of what is left beside the
-S-part."""
+"""Prompts under way may take one part in so many of what is left beside the S-part."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,8 @@ class FreeMemory:
     def share(self, number: int) -> FreeMemory:
         """Of one of so many that take as much."""
         device = None if self.device_bytes is None else self.device_bytes // number
-        total = self.device_total_bytes // number
-        return replace(
-            self,
-            host_bytes=self.host_bytes // number,
-            device_bytes=device,
-            device_total_bytes=total,
-        )
+        host, total = self.host_bytes // number, self.device_total_bytes // number
+        return replace(self, host_bytes=host, device_bytes=device, device_total_bytes=total)
 
 
 @dataclass(frozen=True)
@@ -144,26 +140,35 @@ def plan_memory(
     """Deal out the memory.
 
     Args:
-        gpu_memory_fraction: of all of the GPU's memory, what this engine and
-            whoever else is on it may use together.
+        gpu_memory_fraction: Of all of the GPU's memory, what this engine and all other processes
+            may use together.
 
     Raises:
-        ConfigError: it doesn't fit (code ``out_of_memory``); the message has
-            the numbers.
+        ConfigError: If it doesn't fit (code ``out_of_memory``); the message has the numbers.
     """
-    weights = _weights_bytes(spec, sizes)
+    weights = spec.num_parameters * (sizes.weight_itemsize or sizes.itemsize) // sizes.num_shards
+    weights += sum(rope.dim for rope in set(spec.ropes) if rope) * spec.max_model_len * 4
     activations = _activation_bytes(spec, sizes)
     graphs = _graph_bytes(spec, sizes, free.graph_node_bytes)
     s_part = weights + activations + graphs
     staging, where, room = 0, "the host", free.host_bytes
+    lower = (Given("max_step_tokens"), ", ", Given("max_num_sequences"), " or ", Given("lanes"))
+    mend: Mend = (*lower, ", choose a smaller dtype")
+    if graphs:
+        mend = (*mend, ", set ", Given("cuda_graphs", "off"))
     if free.device_bytes is not None:
-        if not kv.on_device:
-            staging = _checked_staging_bytes(spec, sizes, free.host_bytes)
+        mend = (*mend, ", raise ", Given("gpu_memory_fraction"))
+        if not kv.on_device:  # q, k, v of the layers that may be lent out, and o
+            rows = sizes.num_lanes * (LENT_LAYERS + 1) * sizes.step_tokens
+            staging = rows * sum(spec.qkv_sizes) * sizes.itemsize
+            less: Mend = (Given("max_step_tokens"), " or ", Given("lanes"))
+            _check("pinned staging memory", staging, free.host_bytes, "the host", less)
         where = f"the GPU (fraction {gpu_memory_fraction:g} of {_gb(free.device_total_bytes)})"
         used = free.device_total_bytes - free.device_bytes
         room = int(free.device_total_bytes * gpu_memory_fraction) - used - CUDA_RESERVE_BYTES
-    what = _s_part_words(spec.name, weights, activations, graphs)
-    _check(what, s_part, room, where, _s_part_mend(graphs, free.device_bytes))
+    more = f", CUDA graphs {_gb(graphs)}" if graphs else ""
+    parts = f"weights {_gb(weights)}, a step's activations {_gb(activations)}{more}"
+    _check(f"the S-part of {spec.name} ({parts})", s_part, room, where, mend)
     held = min(sizes.held_bytes, (room - s_part) // _HELD_SHARE)
     s_part += held
     device_kv = 0
@@ -185,18 +190,11 @@ def plan_memory(
     return MemoryPlan(weights, activations, staging, kv_bytes, graphs, device_kv, held, swapped)
 
 
-def _s_part_words(name: str, weights: int, activations: int, graphs: int) -> str:
-    """What takes so many bytes each."""
-    more = f", CUDA graphs {_gb(graphs)}" if graphs else ""
-    parts = f"weights {_gb(weights)}, a step's activations {_gb(activations)}{more}"
-    return f"the S-part of {name} ({parts})"
-
-
 def _swapped_bytes(kv: KVDemand, room: int, where: str, host_room: int | None) -> tuple[int, int]:
-    """Of each cache, which has two lanes' KV, and of all lanes' on the host.
+    """Return bytes of each cache, which has two lanes' KV, and of all lanes' on the host.
     ``host_room``: beside ``room`` on the device; None: it is the same."""
     at_a_time = 2
-    mend = (Given("kv_memory_gb"), " or ", Given("lanes"))
+    mend: Mend = (Given("kv_memory_gb"), " or ", Given("lanes"))
     if host_room is None:
         share = _kv_bytes(replace(kv, cache_bytes=None), room, where, is_all_theirs=False)
         most = share * at_a_time // (at_a_time + kv.swapped_lanes)
@@ -218,7 +216,7 @@ def _swapped_bytes(kv: KVDemand, room: int, where: str, host_room: int | None) -
 
 
 def _device_kv_bytes(kv: KVDemand, room: int, where: str, *, on_gpu: bool) -> int:
-    """Of the cache on the device beside R-workers'."""
+    """Return bytes of the cache on the device beside R-workers'."""
     asked = kv.device_cache_bytes if on_gpu else kv.device_cache_bytes or kv.cache_bytes
     if asked is None:
         return room if on_gpu else default_kv_bytes(kv.num_caches + 1, room)
@@ -228,36 +226,21 @@ def _device_kv_bytes(kv: KVDemand, room: int, where: str, *, on_gpu: bool) -> in
 
 
 def _kv_bytes(kv: KVDemand, room: int, where: str, *, is_all_theirs: bool) -> int:
-    """Of each cache in this process. ``is_all_theirs``: nobody else wants what
-    is left."""
+    """Return bytes of each cache in this process. ``is_all_theirs``: nothing else needs what is
+    left."""
     if not kv.num_caches:
         return 0
-    if kv.cache_bytes is not None:
-        what = (
-            f"{kv.num_caches} KV cache(s) of {_gb(kv.cache_bytes)} beside weights and activations"
-        )
-        mend = (Given("kv_memory_gb"), " or ", Given("r_workers"))
-        _check(what, kv.cache_bytes * kv.num_caches, room, where, mend)
-        return kv.cache_bytes
-    return room // kv.num_caches if is_all_theirs else default_kv_bytes(kv.num_caches, room)
-
-
-def _checked_staging_bytes(spec: ModelSpec, sizes: StepSizes, room: int) -> int:
-    staging = _staging_bytes(spec, sizes)
-    mend = (Given("max_step_tokens"), " or ", Given("lanes"))
-    _check("pinned staging memory", staging, room, "the host", mend)
-    return staging
-
-
-def _weights_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
-    itemsize = sizes.weight_itemsize or sizes.itemsize
-    parameters = spec.num_parameters * itemsize // sizes.num_shards
-    rotary = sum(rope.dim for rope in set(spec.ropes) if rope) * spec.max_model_len * 4
-    return parameters + rotary
+    if kv.cache_bytes is None:
+        return room // kv.num_caches if is_all_theirs else default_kv_bytes(kv.num_caches, room)
+    what = f"{kv.num_caches} KV cache(s) of {_gb(kv.cache_bytes)} beside weights and activations"
+    mend: Mend = (Given("kv_memory_gb"), " or ", Given("r_workers"))
+    _check(what, kv.cache_bytes * kv.num_caches, room, where, mend)
+    return kv.cache_bytes
 
 
 def _activation_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
-    """What lanes keep between their S-steps, and what the largest S-step needs while it runs."""
+    """Return what lanes keep between their S-steps, and what the largest S-step needs while it
+    runs."""
     q, k, v = _qkv_sizes(spec, sizes)
     kept = (spec.hidden_size + 3 * q + 2 * (k + v)) * sizes.itemsize  # x, q, k, v, packed too, o
     num_logits = sizes.logit_rows * spec.vocab_size
@@ -266,7 +249,7 @@ def _activation_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
 
 
 def _unit_row_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
-    """What an S-step needs for a row while it runs, and no longer."""
+    """Return what an S-step needs for a row while it runs, and no longer."""
     in_mlp = max(_mlp_row_elements(spec, sizes, layer) for layer in range(spec.num_layers))
     # Rotated, and raised to float32.
     in_attention = sum(_qkv_sizes(spec, sizes)) * (2 * sizes.itemsize + 2 * 4)
@@ -274,7 +257,7 @@ def _unit_row_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
 
 
 def _mlp_row_elements(spec: ModelSpec, sizes: StepSizes, layer: int) -> int:
-    """What one layer's MLP needs for a row, in elements of the activations' dtype."""
+    """Return what one layer's MLP needs for a row, in elements of the activations' dtype."""
     moe = spec.moe
     if moe is None or not spec.has_experts(layer):
         ups = 2 if spec.gated_mlp else 1
@@ -287,7 +270,7 @@ def _mlp_row_elements(spec: ModelSpec, sizes: StepSizes, layer: int) -> int:
 
 
 def _graph_bytes(spec: ModelSpec, sizes: StepSizes, node_bytes: int) -> int:
-    """Graphs, the pool that they share for what a unit needs while it runs, and
+    """Return bytes of graphs, the pool that they share for what a unit needs while it runs, and
     the lanes' fixed memory."""
     q, k, v = _qkv_sizes(spec, sizes)
     fixed = (spec.hidden_size + 2 * q + k + v) * sizes.itemsize * sizes.num_lanes
@@ -296,41 +279,12 @@ def _graph_bytes(spec: ModelSpec, sizes: StepSizes, node_bytes: int) -> int:
 
 
 def _qkv_sizes(spec: ModelSpec, sizes: StepSizes) -> tuple[int, int, int]:
-    """One rank's."""
+    """Return the sizes of one rank's q, k and v."""
     q, k, v = (size // sizes.num_shards for size in spec.qkv_sizes)
     return q, k, v
 
 
-def _staging_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
-    """q, k, v of the layers that may be lent out, and o."""
-    return (
-        sizes.num_lanes
-        * (LENT_LAYERS + 1)
-        * sizes.step_tokens
-        * sum(spec.qkv_sizes)
-        * sizes.itemsize
-    )
-
-
-def _s_part_mend(graphs: int, device_bytes: int | None) -> tuple[str | Given, ...]:
-    """What would make it less, or the room more: bytes of graphs, and those of a GPU that are
-    free."""
-    mend: tuple[str | Given, ...] = (
-        Given("max_step_tokens"),
-        ", ",
-        Given("max_num_sequences"),
-        " or ",
-        Given("lanes"),
-        ", choose a smaller dtype",
-    )
-    if graphs:
-        mend += (", set ", Given("cuda_graphs", "off"))
-    if device_bytes is not None:
-        mend += (", raise ", Given("gpu_memory_fraction"))
-    return mend
-
-
-def _check(what: str, num_bytes: int, room: int, where: str, mend: tuple[str | Given, ...]) -> None:
+def _check(what: str, num_bytes: int, room: int, where: str, mend: Mend) -> None:
     """``mend``: what to lower, in the words of an error."""
     if num_bytes > room:
         raise ConfigError(

@@ -26,7 +26,6 @@ class PlacementHost:
     """What placements are compared on.
 
     Args:
-        free: memory of the GPU.
         num_r_workers: that are asked for; 0: none.
         is_here: whether they are threads of this process.
     """
@@ -50,8 +49,7 @@ def place(
     """Settle ``kv_placement``.
 
     Args:
-        machine: None: the S-part is on a CPU, or other options are for R-workers
-            alone.
+        machine: None: the S-part is on a CPU, or other options are for R-workers alone.
     """
     if config.r_part.kv_placement != "auto":
         return Placement(config)

@@ -1,10 +1,9 @@
-"""S-workers that act as one (``--tp``): how the ranks of an MPI job find each
-other, and what all but the first of them do.
+"""S-workers that act as one (``--tp``): how the ranks of an MPI job find each other, and what all
+but the first of them do.
 
-Ranks 0 to tp - 1 of the job are the S-workers, the others R-workers; with
-pipeline stages ranks 0 to tp - 1 are the first stage's, the next tp the
-second's, and so on. S-workers of one stage share a host: they exchange partial
-sums twice a layer.
+Ranks 0 to tp - 1 of the job are the S-workers, the others R-workers; with pipeline stages ranks 0
+to tp - 1 are the first stage's, the next tp the second's, and so on. S-workers of one stage share
+a host: they exchange partial sums twice a layer.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
 from fastdecode.engine.setup.resolve import ResolvedConfig, kept_by_rank, resolve_for_this_host
-from fastdecode.engine.setup.s_worker import prepare
+from fastdecode.engine.setup.s_worker import load_stage, prepare
 from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi.ranks import StageRanks, launched_size, local_rank
 from sworker.dtypes import torch_dtype
 from sworker.failures import typed_start
-from sworker.load.weights import load_model
 from sworker.paged import PagedKV
 from sworker.ranks.group import JOINING_TIMEOUT_S, Ranks
 from sworker.ranks.parallel import mirror
@@ -57,9 +55,7 @@ def check_launched(s_part: SPart, *, has_r_workers: bool = True) -> None:
     elif has_r_workers:
         command += " : -n 2 fastdecode r-worker"
     raise ConfigError(
-        Given("tp", s_part.tp),
-        f" needs an MPI launcher: {command}",
-        code="no_mpi_launcher",
+        Given("tp", s_part.tp), f" needs an MPI launcher: {command}", code="no_mpi_launcher"
     )
 
 
@@ -67,8 +63,7 @@ def meet_ranks(resolved: ResolvedConfig) -> Ranks:
     """This rank's part of a stage's S-workers, connected with the others.
 
     Raises:
-        ConfigError: not started by an MPI launcher, with too few ranks, or on
-            several hosts.
+        ConfigError: not started by an MPI launcher, with too few ranks, or on several hosts.
         WorkerError: the others didn't come, or have ended.
     """
     s_part, roles = resolved.config.s_part, resolved.ranks
@@ -88,17 +83,15 @@ def meet_ranks(resolved: ResolvedConfig) -> Ranks:
 
 
 def resolve_rank(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
-    """What one of an engine's S-workers is made with: all ranks of the MPI job are that
-    engine's."""
-    return resolve_for_this_host(config, spec, rank=_device_number(config.s_part))
+    """Resolve for one of an engine's S-workers: all ranks of the MPI job are that engine's.
 
-
-def _device_number(s_part: SPart) -> int:
-    """Which of a host's GPUs this rank takes, counted from the one that was
-    asked for: its place among the host's S-workers, as far as anybody says."""
-    ranks = StageRanks(s_part.pp, s_part.tp)
-    place = ranks.place(mpi_job.join().rank)
-    return place if s_part.pp == 1 else max(place, local_rank())
+    A rank takes the GPU of its place among the host's S-workers, counted from the one that was
+    asked for, as far as any launcher tells it.
+    """
+    s_part = config.s_part
+    place = StageRanks(s_part.pp, s_part.tp).place(mpi_job.join().rank)
+    number = place if s_part.pp == 1 else max(place, local_rank())
+    return resolve_for_this_host(config, spec, rank=number)
 
 
 def mirror_leader(
@@ -107,59 +100,30 @@ def mirror_leader(
     """What all but the first of the S-workers do that act as one, from loading
     their part of the model until that one lets them go.
 
-    Args:
-        resolve: decides what the user left open, for this rank.
-
     Raises:
         ConfigError, ModelError: as on rank 0.
         WorkerError: another rank is gone.
     """
     checkpoint = open_checkpoint(config.model, config.s_part.load_format)
-    max_model_len = config.s_part.max_model_len
-    planned = checkpoint.spec(max_model_len=max_model_len)
+    planned = checkpoint.spec(max_model_len=config.s_part.max_model_len)
     resolved = resolve(config, planned)
     stage = resolved.ranks.stage(mpi_job.join().rank)
     ranks = meet_ranks(resolved)
-    dtype = torch_dtype(resolved.dtype)
     with typed_start():
-        spec, model = load_model(
-            checkpoint,
-            device=ranks.device,
-            dtype=dtype,
-            kv_dtype=resolved.kv_dtype,
-            max_model_len=max_model_len,
-            shard=ranks.shard,
-            layers=resolved.layers[stage],
-            with_embedding=not stage,
-            with_head=not stage,
-        )
+        spec, model = load_stage(checkpoint, resolved, stage, ranks)
         make_kv = None
         if resolved.transport == "local":
-            agree_on_kv(resolved, ranks)
-            own_spec = (
-                planned
-                if len(resolved.layers) == 1
-                else stage_spec(planned, resolved.layers[stage])
-            )
+            ranks.agree(resolved.memory.kv_bytes)
+            is_whole = len(resolved.layers) == 1
+            own_spec = planned if is_whole else stage_spec(planned, resolved.layers[stage])
             make_kv = _KeptByRank(own_spec, resolved, ranks)
         step_graphs = prepare(model, resolved, ranks)
     mirror(spec, model, ranks, step_graphs, make_kv)
     ranks.close()
 
 
-def agree_on_kv(resolved: ResolvedConfig, ranks: Ranks) -> int:
-    """Bytes of KV that every rank's device has room for. All ranks call it."""
-    return ranks.agree(resolved.kv_bytes)[0]
-
-
 class _KeptByRank:
-    """See ``sworker.ranks.kv.KVMaker``.
-
-    Args:
-        spec: of the rank's stage.
-        resolved: as on rank 0.
-        ranks: it, and the others.
-    """
+    """See ``sworker.ranks.kv.KVMaker``."""
 
     def __init__(self, spec: ModelSpec, resolved: ResolvedConfig, ranks: Ranks) -> None:
         self._kv, self._attention = kept_by_rank(spec, resolved, ranks.shard.rank)
@@ -167,11 +131,9 @@ class _KeptByRank:
         self._most_tokens = resolved.stored_tokens
 
     def cache(self, num_blocks: int) -> PagedKV:
-        """See ``KVMaker``."""
         return PagedKV(self._kv, self._attention, num_blocks, self._device, dtype=self._dtype)
 
     def lanes(self, num_blocks: int, num_lanes: int) -> SwappedKV:
-        """See ``KVMaker``."""
         return SwappedKV(
             self._kv, self._attention, num_blocks, num_lanes, self._device,
             most_tokens=self._most_tokens, dtype=self._dtype,

@@ -8,16 +8,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.dtype import DType
 from fastdecode.core.host.cpus import available_cores
 from fastdecode.core.model.identity import Identity, identify
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import layers_of_stages, stage_spec
 from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.setup.devices import choose_device, free_memory, uses_graphs
 from fastdecode.engine.setup.memory import FreeMemory, MemoryPlan
 from fastdecode.engine.setup.placing import PlacementHost, place
-from fastdecode.engine.setup.steps import Steps
+from fastdecode.engine.setup.scheduling import LaneLimits, Steps
 from fastdecode.engine.setup.transport import has_one_worker, transport_of
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.wire.mpi.ranks import StageRanks, launched_size, local_size
@@ -39,21 +41,15 @@ class ResolvedConfig:
     free: FreeMemory
     """Before anything is loaded."""
     r_threads: int
-    kv_bytes: int
-    """Of each R-worker in this process."""
     memory: MemoryPlan
     schedule: ScheduleOptions
     """With the number of lanes to start with."""
     prompts_on_r: bool
     """Whether R-workers attend prompts."""
-    adapts_lanes: bool
-    """Whether the number of lanes follows what steps turn out to take."""
-    most_lanes: int
-    """That there may ever be; there is memory for so many."""
+    lanes: LaneLimits
+    """Numbers of lanes that there may ever be; there is memory for the most."""
     max_graphs: int
     """CUDA graphs at most; 0: S-steps run as they are."""
-    device_kv_bytes: int
-    """Of the cache on the device beside R-workers'; 0: there is none."""
     transport: str
     """inproc (R-workers as threads), inline (one in the S-worker's own thread),
     mpi, zmq, or local (the KV cache is on ``device``)."""
@@ -113,32 +109,31 @@ class ResolvedConfig:
 
 
 def resolve_for_this_host(
-    config: EngineConfig,
-    spec: ModelSpec,
-    *,
-    rank: int = 0,
-    num_engines: int = 1,
-    is_reached: bool = False,
-    instance_ranks: StageRanks | None = None,
+    config: EngineConfig, spec: ModelSpec, *, rank: int = 0, beside: Colocation | None = None
 ) -> ResolvedConfig:
-    """``resolve`` with what this host has, for one of the S-workers that act as
-    one; ``num_engines``: that share it; ``is_reached``: by others' R-workers;
-    ``instance_ranks``: see ``ResolvedConfig``."""
+    """Resolve with what this host has.
+
+    Args:
+        rank: Which of the S-workers that act as one this is.
+        beside: One of several engines that share the host. None if there are no others.
+    """
+    num_engines = 1
+    if beside is not None:
+        rank, num_engines = beside.place, beside.num_engines
     free = free_memory(choose_device(config.s_part.device, rank)).share(num_engines)
     resolved = resolve(config, spec, num_cores=available_cores(), free=free, rank=rank)
-    transport = resolved.transport
-    if is_reached and transport == "inline":
-        transport = "inproc"  # R-workers of other engines can't reach into a thread
-    return replace(resolved, transport=transport, instance_ranks=instance_ranks)
+    if beside is None:
+        return resolved
+    schedule = replace(resolved.schedule, whole_prompts=beside.role is InstanceRole.PREFILL)
+    # R-workers of other engines can't reach into a thread.
+    transport = "inproc" if resolved.transport == "inline" else resolved.transport
+    return replace(resolved, transport=transport, schedule=schedule, instance_ranks=beside.ranks)
 
 
 def resolve(
     config: EngineConfig, spec: ModelSpec, *, num_cores: int, free: FreeMemory, rank: int = 0
 ) -> ResolvedConfig:
     """Decide everything that the user left open.
-
-    Args:
-        rank: which of the S-workers that act as one this is, counted from 0.
 
     Raises:
         ConfigError: the device doesn't exist, max_model_len exceeds the
@@ -155,13 +150,35 @@ def resolve(
     shares_cores = transport == "inproc" and device.type == "cpu"
     if shares_cores and placement == "r" and has_one_worker(config):
         transport = "inline"
-    prompts_on_r = _prompts_on_r(config, device)
+    prompts_on_r = not config.r_part.is_on_device and (
+        config.r_part.prompt_attention == "r"
+        or (config.r_part.prompt_attention == "auto" and device.type == "cpu")
+    )
     layers = layers_of_stages(spec, config.s_part.pp, config.s_part.layer_counts)
-    steps = _steps(
-        config, identity, spec, layers, device, transport, free,
-        holds_prompts=not prompts_on_r and transport != "local",
-    )  # fmt: skip
-    plan = steps.plan(may_overlap=placement == "r" and not shares_cores)
+    here = _layers_here(layers, device, transport)
+    on_device = spec if len(layers) == 1 or len(here) > 1 else stage_spec(spec, here[0])
+    on_host = len(layers)
+    if stages_are_ranks(transport):
+        on_host = min(len(layers) * config.s_part.tp, local_size())
+    weights = torch_dtype(identity.dtype)
+    # Later stages know of no sequence that it is a prompt's.
+    is_held = identity.kv_dtype is not DType.INT4 and config.s_part.pp == 1
+    is_held = is_held and not prompts_on_r and transport != "local"
+    steps = Steps(
+        config,
+        on_device,
+        computed_in(identity.dtype, device),
+        transport,
+        free,
+        uses_graphs(config.s_part, device),
+        kv_spec(config, spec, identity.kv_dtype).token_bytes if is_held else 0,
+        kv_token_bytes=kv_spec(config, on_device, identity.kv_dtype).token_bytes,
+        num_stages_here=on_host if device.type == "cpu" else len(here),
+        num_stages_on_host=on_host,
+        usual_lanes=len(layers) if transport == "local" and len(here) == 1 else 1,
+        weight_dtype=identity.dtype if stays_narrow(weights, device) else None,
+    )
+    lanes, schedule, memory = steps.plan(may_overlap=placement == "r" and not shares_cores)
     return ResolvedConfig(
         config=config,
         identity=identity,
@@ -169,67 +186,20 @@ def resolve(
         device=device,
         free=free,
         r_threads=_r_threads(config, num_cores, device, shares_cores=shares_cores),
-        kv_bytes=plan.memory.kv_bytes,
-        memory=plan.memory,
-        schedule=plan.schedule,
+        memory=memory,
+        schedule=schedule,
         prompts_on_r=prompts_on_r,
-        adapts_lanes=plan.lanes.adapt,
-        most_lanes=plan.lanes.most,
+        lanes=lanes,
         max_graphs=steps.max_graphs,
-        device_kv_bytes=plan.memory.device_kv_bytes,
         transport=transport,
         why_placed=placed.why,
     )
-
-
-def _steps(
-    config: EngineConfig,
-    identity: Identity,
-    spec: ModelSpec,
-    layers: tuple[range, ...],
-    device: torch.device,
-    transport: str,
-    free: FreeMemory,
-    *,
-    holds_prompts: bool,
-) -> Steps:
-    """What steps of this process will be like.
-
-    Args:
-        layers: Layers of each stage.
-        holds_prompts: the device does, until they are done.
-    """
-    here = _layers_here(layers, device, transport)
-    on_device = spec if len(layers) == 1 or len(here) > 1 else stage_spec(spec, here[0])
-    on_host = len(layers)
-    if stages_are_ranks(transport):
-        on_host = min(len(layers) * config.s_part.tp, local_size())
-    kv_token_bytes = kv_spec(config, on_device, identity.kv_dtype).token_bytes
-    held_token_bytes = 0
-    if holds_prompts:
-        held_token_bytes = _held_token_bytes(config, kv_spec(config, spec, identity.kv_dtype))
-    return Steps(
-        config, on_device, computed_in(identity.dtype, device), transport, free,
-        uses_graphs(config.s_part, device), held_token_bytes,
-        kv_token_bytes=kv_token_bytes,
-        num_stages_here=on_host if device.type == "cpu" else len(here),
-        num_stages_on_host=on_host,
-        usual_lanes=len(layers) if transport == "local" and len(here) == 1 else 1,
-        weight_dtype=identity.dtype if stays_narrow(torch_dtype(identity.dtype), device) else None,
-    )  # fmt: skip
 
 
 def computed_in(dtype: DType, device: torch.device) -> DType:
     """Return the dtype of activations on a device whose weights have ``dtype``."""
     is_kept = activation_dtype(torch_dtype(dtype), device) == torch_dtype(dtype)
     return dtype if is_kept else DType.FLOAT32
-
-
-def _held_token_bytes(config: EngineConfig, kv: KVSpec) -> int:
-    """Of a prompt that the device holds until it is done; 0: it holds none."""
-    # Later stages know of no sequence that it is a prompt's.
-    is_held = kv.dtype is not DType.INT4 and config.s_part.pp == 1
-    return kv.token_bytes if is_held else 0
 
 
 def _layers_here(
@@ -289,19 +259,10 @@ def _machine(config: EngineConfig, identity: Identity, free: FreeMemory) -> Plac
 def _r_threads(
     config: EngineConfig, num_cores: int, device: torch.device, *, shares_cores: bool
 ) -> int:
-    """Of each R-worker in this process. A GPU needs somebody to feed it at all
-    times, which takes one core. Stages on shared cores take turns where there
-    are fewer lanes than stages."""
+    """Of each R-worker in this process. A GPU needs somebody to feed it at all times, which
+    takes one core. Stages on shared cores take turns where there are fewer lanes than stages."""
     r_part, num_stages = config.r_part, config.s_part.pp
     if shares_cores:
         num_stages = min(num_stages, config.batching.lanes or 1)
     spare = 1 if device.type == "cuda" and num_cores > 2 else 0
     return r_part.r_threads or max(1, (num_cores - spare) // r_part.r_workers // num_stages)
-
-
-def _prompts_on_r(config: EngineConfig, device: torch.device) -> bool:
-    if config.r_part.is_on_device:
-        return False
-    return config.r_part.prompt_attention == "r" or (
-        config.r_part.prompt_attention == "auto" and device.type == "cpu"
-    )

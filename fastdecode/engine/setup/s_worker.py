@@ -13,15 +13,18 @@ import torch
 from fastdecode.core.host.cpus import available_cores
 from fastdecode.core.host.openmp import is_spinning_chosen, spins_long, spins_on
 from fastdecode.core.host.waits import shorten_sleeps, switch_threads_sooner
+from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.setup.resolve import ResolvedConfig
-from fastdecode.engine.setup.steps import lane_graphs
+from fastdecode.engine.setup.scheduling import lane_graphs
 from fastdecode.engine.setup.transport import shares_thread
 from sworker.device import feed_gpu
+from sworker.dtypes import torch_dtype
 from sworker.graphs import StepGraphs
 from sworker.kernels.fused import call_layers, fuse
 from sworker.kernels.packing import pack, widen
 from sworker.kernels.threads import IdleThreads, openmp_library, watch_idle_threads
+from sworker.load.weights import load_model
 from sworker.model.skeleton import Model
 from sworker.ranks.group import Ranks
 from sworker.ranks.parallel import ParallelSWorker
@@ -31,16 +34,33 @@ from sworker.worker import SWorker
 logger = logging.getLogger(__name__)
 
 
+def load_stage(
+    checkpoint: Checkpoint, resolved: ResolvedConfig, stage: int, ranks: Ranks | None
+) -> tuple[ModelSpec, Model]:
+    """Load a stage's layers; of several S-workers that act as one, this one's share."""
+    return load_model(
+        checkpoint,
+        device=resolved.device if ranks is None else ranks.device,
+        dtype=torch_dtype(resolved.dtype),
+        kv_dtype=resolved.kv_dtype,
+        max_model_len=resolved.config.s_part.max_model_len,
+        shard=None if ranks is None else ranks.shard,
+        layers=resolved.layers[stage],
+        with_embedding=not stage,
+        with_head=not stage,
+    )
+
+
 def make_s_worker(
     spec: ModelSpec, model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None
 ) -> SWorker:
     """The S-worker as it was configured."""
     graphs = prepare(model, resolved, ranks)
     if ranks is not None:
-        return ParallelSWorker(spec, model, ranks, graphs, resolved.most_lanes)
+        return ParallelSWorker(spec, model, ranks, graphs, resolved.lanes.most)
     idle_threads = watch(resolved.device, computes_alone=shares_thread(resolved.config))
     return SWorker(
-        spec, model, resolved.device, graphs, num_lanes=resolved.most_lanes,
+        spec, model, resolved.device, graphs, num_lanes=resolved.lanes.most,
         idle_threads=idle_threads,
     )  # fmt: skip
 
@@ -89,7 +109,7 @@ def step_graphs(
     """What runs the model's small S-steps as CUDA graphs, if that was chosen.
     Several S-workers pad to the same buckets, whatever each one's GPU has room
     for: they add up rows of one shape."""
-    num_lanes, max_graphs = resolved.most_lanes, resolved.max_graphs
+    num_lanes, max_graphs = resolved.lanes.most, resolved.max_graphs
     if ranks is not None:
         num_lanes, max_graphs = ranks.agree(num_lanes, max_graphs)
     if not max_graphs:

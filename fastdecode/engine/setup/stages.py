@@ -1,74 +1,57 @@
-"""Pipeline stages (``--pp``): how they are started, and what those behind the
-first do, from loading their layers until the first one lets them go."""
+"""Pipeline stages (``--pp``): what those behind the first do, from loading their layers until the
+first one lets them go, as threads of its process or as ranks of an MPI job."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from dataclasses import replace as replaced
+from typing import Any
 
+import torch
 from msgspec.structs import replace
 
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.core.model.checkpoint import Checkpoint
+from fastdecode.core.model.checkpoint import Checkpoint, open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
-from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.colocation import Colocation
+from fastdecode.engine.fleet.greeting import greet, limits, offer_for_replicas
 from fastdecode.engine.fleet.groups import GroupPool, HolderPool
 from fastdecode.engine.fleet.pending import Deadlines
-from fastdecode.engine.fleet.replicas import limits, offer_for_replicas
+from fastdecode.engine.fleet.replacements import SpareHub
 from fastdecode.engine.fleet.resharing import greet_members, in_heads
+from fastdecode.engine.setup.devices import choose_device
+from fastdecode.engine.setup.greeting import keepers_of, make_hello
 from fastdecode.engine.setup.ranks import meet_ranks
-from fastdecode.engine.setup.reach import (
-    agreed_hello,
-    make_attention,
-    make_hello,
-)
-from fastdecode.engine.setup.replicas import keepers_of
+from fastdecode.engine.setup.reach import make_attention, reach_workers
 from fastdecode.engine.setup.resolve import ResolvedConfig
-from fastdecode.engine.setup.s_worker import make_s_worker
-from fastdecode.engine.setup.workers import Reached
+from fastdecode.engine.setup.s_worker import load_stage, make_s_worker
+from fastdecode.engine.setup.workers import Reached, beside_stages
 from fastdecode.engine.stages.later_stage import LaterStage
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.pool import ColumnPool, StagePool
-from fastdecode.engine.stages.relay import (
-    ColumnRegreeting,
-    HeadsRegreeting,
-    Regreeting,
-    Relay,
-)
-from fastdecode.engine.step.lane_step import Attention
-from fastdecode.wire.messages import (
-    MAX_LANES,
-    PROTOCOL_VERSION,
-    Failed,
-    Hello,
-    Shutdown,
-    Welcome,
-)
+from fastdecode.engine.stages.relay import ColumnRegreeting, HeadsRegreeting, Regreeting, Relay
+from fastdecode.wire.inproc import InprocHub, connect
+from fastdecode.wire.messages import MAX_LANES, PROTOCOL_VERSION, Failed, Hello, Shutdown, Welcome
+from fastdecode.wire.mpi.job import join
 from fastdecode.wire.stages import FIRST_STAGE, StageHello, StageWelcome, stage_name
-from sworker.dtypes import torch_dtype
 from sworker.failures import raise_typed, typed_start
-from sworker.load.weights import load_model
-from sworker.model.skeleton import Model
 from sworker.ranks.group import Ranks
-from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class StageSetup:
-    """What a stage is made of.
-
-    Args:
-        checkpoint: of the whole model.
-        spec: the whole model's.
-        resolved: what was decided for all stages.
-        number: which stage it is.
-    """
+    """What a stage is made of. ``checkpoint``, ``spec`` and ``resolved`` are the whole model's."""
 
     checkpoint: Checkpoint
     spec: ModelSpec
@@ -76,128 +59,118 @@ class StageSetup:
     number: int
 
     @property
-    def layers(self) -> range:
-        return self.resolved.layers[self.number]
-
-    @property
-    def before(self) -> int:
-        """The stage that passes steps on to it."""
-        return self.number - 1
-
-    @property
-    def behind(self) -> int | None:
-        """The stage that it passes them on to; None: home, as the last one."""
-        return self.number + 1 if self.number + 1 < len(self.resolved.layers) else None
-
-    @property
     def name(self) -> str:
-        """For people."""
         return stage_name(self.number)
 
     @property
     def own_spec(self) -> ModelSpec:
-        """Of its layers."""
-        return stage_spec(self.spec, self.layers)
+        """The spec of its layers."""
+        return stage_spec(self.spec, self.resolved.layers[self.number])
 
     def hello(self, num_columns: int) -> StageHello:
-        """What the first stage tells it to be."""
-        is_device = self.resolved.transport == "local"
-        is_kept = is_device and self.resolved.config.r_part.num_replicas > 0
+        """Return what the first stage tells it to be."""
+        resolved, layers = self.resolved, self.resolved.layers[self.number]
+        is_kept = resolved.transport == "local" and resolved.config.r_part.num_replicas > 0
         return StageHello(
             PROTOCOL_VERSION,
             self.checkpoint.model_hash,
             stage=self.number,
             num_columns=num_columns,
-            num_lanes=self.resolved.most_lanes,
-            first_layer=self.layers.start,
-            num_layers=len(self.layers),
+            num_lanes=resolved.lanes.most,
+            first_layer=layers.start,
+            num_layers=len(layers),
             hidden_size=self.spec.hidden_size,
-            block_size=self.resolved.config.r_part.block_size,
-            activation_dtype=self.resolved.activation_dtype,
-            kv_dtype=self.resolved.kv_dtype,
+            block_size=resolved.config.r_part.block_size,
+            activation_dtype=resolved.activation_dtype,
+            kv_dtype=resolved.kv_dtype,
             num_keepers=num_columns if is_kept else 0,
         )
 
     def run(self, workers: Reached, links: StageLinks) -> None:
-        """What a stage behind the first does. Its R-workers have been reached,
-        and are let go at the end.
+        """Do what a stage behind the first does. Its R-workers have been reached, and are let go
+        at the end.
 
         Raises:
-            FastDecodeError: it can't start, or can't go on; the first stage has
-                been told.
+            FastDecodeError: If it can't start, or can't go on; the first stage has been told.
         """
-        fleet = self.make_pool(workers, links)
-        ranks: list[Ranks] = []
-        try:
-            self._run(workers, fleet, links, ranks)
-        except FastDecodeError as error:
-            _tell_failure(links, self.name, error)
-            raise
-        except Exception as error:
-            logger.exception("%s broke down", self.name)
-            failure = WorkerError(f"{type(error).__name__}: {error}", code="stage_failed")
-            _tell_failure(links, self.name, failure)
-            raise failure from None
-        finally:
-            for met in ranks:
-                met.close()
-            workers.close(fleet.gone, self.resolved.config.cluster.worker_timeout_s)
-            links.close()
-
-    def make_pool(self, workers: Reached, links: StageLinks) -> HolderPool:
-        """Of its R-workers."""
-        cluster = self.resolved.config.cluster
-        timeouts = cluster.worker_timeout_s, cluster.worker_silence_s
-        shares_heads = self.resolved.config.r_part.r_partition == "heads"
-        num_columns = 1 if shares_heads else None
+        r_part, cluster = self.resolved.config.r_part, self.resolved.config.cluster
+        shares_heads = r_part.r_partition == "heads"
         pool = StagePool(
             workers.hub,
-            *timeouts,
+            cluster.worker_timeout_s,
+            cluster.worker_silence_s,
             stages=links,
-            num_columns=num_columns,
+            num_columns=1 if shares_heads else None,
             num_keepers=len(workers.keepers),
         )
-        return in_heads(pool) if shares_heads else pool
+        with contextlib.ExitStack() as opened:
+            opened.callback(links.close)
+            opened.callback(lambda: workers.close(pool.gone, cluster.worker_timeout_s))
+            try:
+                self._run(workers, in_heads(pool) if shares_heads else pool, links, opened)
+            except FastDecodeError as error:
+                _tell_failure(links, self.name, error)
+                raise
+            except Exception as error:
+                logger.exception("%s broke down", self.name)
+                failure = WorkerError(f"{type(error).__name__}: {error}", code="stage_failed")
+                _tell_failure(links, self.name, failure)
+                raise failure from None
 
     def _run(
-        self, workers: Reached, fleet: HolderPool, links: StageLinks, met: list[Ranks]
+        self, workers: Reached, fleet: HolderPool, links: StageLinks, opened: contextlib.ExitStack
     ) -> None:
-        """``met`` gets the S-workers that act as one with this one, if there are any."""
         resolved = self.resolved
+        ranks: Ranks | None = None
         with typed_start():
             if resolved.config.s_part.tp > 1:
-                met.append(meet_ranks(resolved))
-            ranks = met[0] if met else None
-            s_worker = make_s_worker(self.spec, self._load_model(ranks), resolved, ranks)
-            greeting = self.make_greeting(ranks)
+                ranks = meet_ranks(resolved)
+                opened.callback(ranks.close)
+            _, model = load_stage(self.checkpoint, resolved, self.number, ranks)
+            s_worker = make_s_worker(self.spec, model, resolved, ranks)
+            greeting = make_hello(self.checkpoint, self.own_spec, resolved, ranks)
         asked = _await_hello(self, fleet, links)
         if asked is None:
             return
         session = asked.session or greeting.session
         greeting = replace(greeting, session=session, outlives=bool(asked.session))
+        addresses = () if isinstance(fleet, GroupPool) else workers.addresses
         with typed_start():
-            welcome = self.greet(workers, fleet, replace(greeting, resumes=asked.resumes))
-            attention = self.make_attention(workers, fleet, s_worker)
+            blocks = self._greet(workers, fleet, replace(greeting, resumes=asked.resumes))
+            attention = make_attention(workers, fleet, self.own_spec, resolved, s_worker, None)
+        welcome = StageWelcome(self.number, blocks, session, tuple(addresses))
         links.tell(FIRST_STAGE, welcome)
+        regreeting = self._regreeting(workers, fleet, greeting, blocks)
+        is_last = self.number + 1 == len(resolved.layers)
         stage = LaterStage(
             self.number,
-            self.before,
-            self.behind,
+            None if is_last else self.number + 1,
             s_worker,
             attention,
             links,
             asked.num_lanes,
-            self.make_relay(workers, fleet, links, greeting, asked, welcome.num_blocks),
+            Relay(fleet, links, session, regreeting, addresses),
         )
         try:
             stage.run()
         except Exception as error:
             raise_typed(error)
 
+    def _greet(self, workers: Reached, fleet: HolderPool, hello: Hello) -> tuple[int, ...]:
+        """Greet its R-workers. Return the KV blocks that each offers."""
+        if isinstance(fleet, GroupPool):
+            welcomes = greet_members(fleet, hello)
+        else:
+            welcomes = greet(fleet, hello)
+        if self.resolved.config.r_part.replicas:
+            keepers = keepers_of(workers, self.resolved.config)
+            welcomes = offer_for_replicas(fleet, hello, welcomes, keepers)
+        return tuple(welcomes[i].num_blocks if i in welcomes else 0 for i in fleet.holders)
+
     def _regreeting(
         self, workers: Reached, fleet: HolderPool, hello: Hello, num_blocks: Seq[int]
     ) -> Regreeting | None:
-        """What greets R-workers again after a loss, as they were greeted first; None:
+        """Return what greets R-workers again after a loss, as they were greeted first. None:
         nothing does."""
         cluster = self.resolved.config.cluster
         deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
@@ -210,66 +183,12 @@ class StageSetup:
         most = limits(offered, len(fleet)) if self.resolved.config.r_part.replicas else {}
         return ColumnRegreeting(fleet.members, hello, places, most)
 
-    def make_greeting(self, ranks: Ranks | None) -> Hello:
-        """What it greets its R-workers with, now and after a loss; in another session, if
-        the first stage asks for that."""
-        hello = make_hello(self.checkpoint, self.own_spec, self.resolved)
-        return agreed_hello(hello, self.resolved, ranks)
-
-    def greet(self, workers: Reached, fleet: HolderPool, hello: Hello) -> StageWelcome:
-        """Greet its R-workers. What the first stage is to know of them."""
-        resolved = self.resolved
-        addresses = tuple(workers.addresses)
-        if isinstance(fleet, GroupPool):
-            welcomes, addresses = greet_members(fleet, hello), ()
-        else:
-            welcomes = greet(fleet, hello)
-        if resolved.config.r_part.replicas:
-            keepers = keepers_of(workers, resolved.config)
-            welcomes = offer_for_replicas(fleet, hello, welcomes, keepers)
-        blocks = [welcomes[i].num_blocks if i in welcomes else 0 for i in fleet.holders]
-        return StageWelcome(self.number, tuple(blocks), hello.session, addresses)
-
-    def make_attention(self, workers: Reached, fleet: HolderPool, s_worker: SWorker) -> Attention:
-        """On its R-workers."""
-        return make_attention(workers, fleet, self.own_spec, self.resolved, s_worker, None)
-
-    def make_relay(
-        self,
-        workers: Reached,
-        fleet: HolderPool,
-        links: StageLinks,
-        greeting: Hello,
-        asked: StageHello,
-        num_blocks: Seq[int],
-    ) -> Relay:
-        """Between the first stage, which sent ``asked``, and its R-workers, which offered
-        so many KV blocks."""
-        regreeting = self._regreeting(workers, fleet, greeting, num_blocks)
-        addresses = () if isinstance(fleet, GroupPool) else workers.addresses
-        return Relay(fleet, links, greeting.session, regreeting, addresses)
-
-    def _load_model(self, ranks: Ranks | None) -> Model:
-        """Its layers; of several S-workers that act as one, this one's share."""
-        resolved = self.resolved
-        return load_model(
-            self.checkpoint,
-            device=resolved.device if ranks is None else ranks.device,
-            dtype=torch_dtype(resolved.dtype),
-            kv_dtype=resolved.kv_dtype,
-            max_model_len=resolved.config.s_part.max_model_len,
-            shard=None if ranks is None else ranks.shard,
-            layers=self.layers,
-            with_embedding=False,
-            with_head=False,
-        )[1]
-
 
 def _await_hello(setup: StageSetup, fleet: HolderPool, links: StageLinks) -> StageHello | None:
-    """Wait for the first stage's greeting. None: it lets go.
+    """Wait for the first stage's greeting. Return None if it lets go.
 
     Raises:
-        ConfigError: it expects another stage than this one.
+        ConfigError: If it expects another stage than this one.
     """
     while not links.has_heard:
         fleet.receive()
@@ -293,51 +212,21 @@ def _await_hello(setup: StageSetup, fleet: HolderPool, links: StageLinks) -> Sta
 def greet_stages(
     fleet: HolderPool, links: StageLinks, setups: Seq[StageSetup], hello: Hello
 ) -> tuple[StageWelcome, ...]:
-    """Send the later stages what they are to be, and wait until they are that. What they have
-    answered.
+    """Send the later stages what they are to be, and wait until they are that. Return what they
+    have answered.
 
     Args:
-        hello: what the first stage's R-workers were greeted with; R-workers of later
+        hello: What the first stage's R-workers were greeted with. R-workers of later
             stages are kept and resumed as these are.
 
     Raises:
-        WorkerError: one can't.
+        WorkerError: If one can't.
     """
+    assert isinstance(fleet, ColumnPool)
     kept = hello.session if hello.outlives else 0
-    asked = {
+    hellos = {
         x.number: replace(x.hello(len(fleet)), session=kept, resumes=hello.resumes) for x in setups
     }
-    return _welcomed(fleet, links, asked)
-
-
-def whole_columns(
-    welcomes: Mapping[HolderId, Welcome], others: Seq[StageWelcome]
-) -> tuple[dict[HolderId, Welcome], list[WorkerError]]:
-    """Columns with an R-worker in every stage, with the KV blocks that all of
-    these have; and what is missing of others.
-
-    Args:
-        welcomes: of the first stage's R-workers.
-        others: of later stages.
-    """
-    there: dict[HolderId, Welcome] = {}
-    missing = []
-    for column, welcome in welcomes.items():
-        lacking = [other.stage for other in others if not other.num_blocks[column]]
-        missing += [
-            WorkerError(f"the R-worker of column {column} of stage {stage} is not there")
-            for stage in lacking
-        ]
-        least = min([welcome.num_blocks, *(other.num_blocks[column] for other in others)])
-        if least:
-            there[column] = replace(welcome, num_blocks=least)
-    return there, missing
-
-
-def _welcomed(
-    fleet: HolderPool, links: StageLinks, hellos: dict[int, StageHello]
-) -> tuple[StageWelcome, ...]:
-    assert isinstance(fleet, ColumnPool)
     later = fleet.later
     with links.patient():
         later.greet(hellos)
@@ -352,6 +241,30 @@ def _welcomed(
     return tuple(welcomes[stage] for stage in sorted(welcomes))
 
 
+def whole_columns(
+    welcomes: Mapping[HolderId, Welcome], others: Seq[StageWelcome]
+) -> tuple[dict[HolderId, Welcome], list[WorkerError]]:
+    """Return columns with an R-worker in every stage, with the KV blocks that all of
+    these have; and what is missing of others.
+
+    Args:
+        welcomes: Of the first stage's R-workers.
+        others: Of later stages.
+    """
+    there: dict[HolderId, Welcome] = {}
+    missing = []
+    for column, welcome in welcomes.items():
+        missing += [
+            WorkerError(f"the R-worker of column {column} of stage {other.stage} is not there")
+            for other in others
+            if not other.num_blocks[column]
+        ]
+        least = min([welcome.num_blocks, *(other.num_blocks[column] for other in others)])
+        if least:
+            there[column] = replace(welcome, num_blocks=least)
+    return there, missing
+
+
 def _tell_failure(links: StageLinks, name: str, error: FastDecodeError) -> None:
     try:
         links.tell(FIRST_STAGE, Failed(name, error.code, error.message))
@@ -359,7 +272,113 @@ def _tell_failure(links: StageLinks, name: str, error: FastDecodeError) -> None:
         logger.debug("the first stage has gone before %s", name)
 
 
-def about_layers(layers: Seq[range]) -> str:
-    """Which stage has which, for people."""
-    told = ", ".join([f"{each.start}-{each.stop - 1}" for each in layers])
-    return f"{len(layers)} stages, layers {told}"
+class ThreadStages:
+    """The stages behind the first as threads of this process, the first one's
+    hub connected to them. They load their layers at once.
+
+    Args:
+        hub: The first stage's; its R-workers are connected.
+        num_threads: CPU threads of each S-part.
+        beside: Other engines, whose R-workers read from these. None if there are none.
+    """
+
+    def __init__(
+        self,
+        setups: Seq[StageSetup],
+        hub: InprocHub[Any, Any],
+        num_threads: int,
+        beside: Colocation | None = None,
+    ) -> None:
+        self._timeout_s = setups[0].resolved.config.cluster.worker_timeout_s
+        hubs: list[InprocHub[Any, Any]] = [hub, *(InprocHub() for _ in setups)]
+        workers = [
+            reach_workers(x.resolved, hubs[x.number], beside, x.number, num_threads) for x in setups
+        ]
+        self.addresses = {
+            setup.number: each.addresses for setup, each in zip(setups, workers, strict=True)
+        }
+        """What R-workers of each stage are called; see ``Reached.addresses``."""
+        ends: list[dict[int, Any]] = [{} for _ in hubs]
+        pairs = [(0, setup.number) for setup in setups]
+        pairs += [(setup.number - 1, setup.number) for setup in setups[1:]]
+        for one, other in pairs:
+            names = stage_name(one), stage_name(other)
+            ends[one][other], ends[other][one] = connect(hubs[one], names[0], hubs[other], names[1])
+        self.links = StageLinks(ends[0], is_asked=False)
+        """The first stage's."""
+
+        def run(setup: StageSetup, reached: Reached, links: StageLinks) -> None:
+            if setup.resolved.device.type == "cpu":
+                torch.set_num_threads(num_threads)
+            with contextlib.suppress(FastDecodeError):  # the first stage has been told
+                setup.run(reached, links)
+
+        self._threads = []
+        for setup, reached in zip(setups, workers, strict=True):
+            links = StageLinks(ends[setup.number], is_asked=True)
+            own = setup, connected(reached, hubs[setup.number], links), links
+            thread = threading.Thread(target=run, args=own, name=setup.name, daemon=True)
+            self._threads.append(thread)
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Let them end, and wait for that. Log those that don't."""
+        self.links.shut_down()
+        end_s = time.monotonic() + self._timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
+            if thread.is_alive():
+                logger.error("%s has not ended within %g s", thread.name, self._timeout_s)
+
+
+def connected(workers: Reached, hub: InprocHub[Any, Any], links: StageLinks) -> Reached:
+    """Return the R-workers of a stage that is a thread, with the other stages."""
+    own = workers.hub.whole if isinstance(workers.hub, SpareHub) else workers.hub
+    if own is hub:
+        return replaced(workers, stages=links)
+    return beside_stages(workers, hub, links, lambda lost, timeout_s: None)
+
+
+def later_setups(
+    checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig
+) -> list[StageSetup]:
+    """Return the stages behind the first, each on a device of its own where there
+    are several in this process."""
+    asked = resolved.config.s_part.device
+    return [
+        StageSetup(checkpoint, spec, replaced(resolved, device=choose_device(asked, n)), n)
+        for n in range(1, resolved.config.s_part.pp)
+    ]
+
+
+def serve_stage(
+    config: EngineConfig,
+    resolve: Callable[[EngineConfig, ModelSpec], ResolvedConfig],
+    beside: Colocation | None = None,
+) -> bool:
+    """Do what those ranks of an MPI job do that lead the stages behind the first,
+    until that one lets them go.
+
+    Args:
+        beside: Other engines, which read from this stage. None if there are none.
+
+    Returns:
+        True if the first stage is alive, which reports how the job ends.
+
+    Raises:
+        ConfigError, ModelError: If it can't even reach the others.
+    """
+    job = join()
+    checkpoint = open_checkpoint(config.model, config.s_part.load_format)
+    spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
+    resolved = resolve(config, spec)
+    number = resolved.ranks.stage(job.rank)
+    setup = StageSetup(checkpoint, spec, resolved, number)
+    workers = reach_workers(resolved, None, beside, number)
+    assert workers.stages is not None
+    try:
+        setup.run(workers, workers.stages)
+    except FastDecodeError as error:
+        logger.error("%s ends: %s", setup.name, error)
+    return resolved.ranks.first not in job.dead

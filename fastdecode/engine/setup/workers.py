@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,21 +15,21 @@ from fastdecode.core.host.cpus import available_cores
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.fleet.pending import Deadlines
-from fastdecode.engine.fleet.pool import RConnection, RHub
-from fastdecode.engine.fleet.replacements import Replacements
-from fastdecode.engine.fleet.spares import SpareHub, SpareReplacements
+from fastdecode.engine.fleet.pool import MixedPool, RConnection, RHub, WorkerPool
+from fastdecode.engine.fleet.replacements import Replacements, SpareHub, SpareReplacements
+from fastdecode.engine.fleet.resharing import in_heads
 from fastdecode.engine.stages.links import StageLinks
+from fastdecode.engine.stages.pool import ColumnPool, StagePool
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker
 from fastdecode.wire.transport import Connection, Hub, HubBehind, JoinedHub, SoleHub
 from rworker.inline import make_inline_worker
 from rworker.tiers.disk import Disk
-from rworker.transfers.neighbours import ThreadNeighbours
+from rworker.transfers.neighbours import Neighbourhood, ThreadNeighbours
 from rworker.worker import start_worker_thread
 
 if TYPE_CHECKING:
     from fastdecode.engine.step.device import DeviceAttention
-    from fastdecode.wire.mpi.connection import MpiConnection
     from fastdecode.wire.mpi.ranks import StageRanks
     from sworker.worker import SWorker
 
@@ -51,8 +51,7 @@ class Reached:
     absent: Mapping[int, WorkerError] = field(default_factory=dict)
     """Those that couldn't be reached, by their connection's index, and why."""
     replacements: Callable[[Hello, Deadlines], Replacements] | None = None
-    """Makes what looks for those that take the place of lost ones; None:
-    nobody does."""
+    """Makes what looks for those that take the place of lost ones; None: nobody does."""
     kind: HolderKind = HolderKind.R_WORKER
     answers_at_once: bool = False
     addresses: Sequence[str] = ()
@@ -98,6 +97,82 @@ class Reached:
         return f"greeting {len(peers)} R-worker(s){whose}: {', '.join(peers)}{spare}"
 
 
+def pools_of(
+    workers: Reached, config: EngineConfig, device: RConnection | None, layers: Sequence[range]
+) -> tuple[WorkerPool, HolderPool]:
+    """Return the R-workers of an engine, and its holders; with other stages, of the first one.
+
+    Args:
+        device: With a cache beside R-workers'. None if there is none.
+        layers: Of each stage.
+    """
+    cluster, hub = config.cluster, workers.hub
+    given = hub, cluster.worker_timeout_s, cluster.worker_silence_s
+    shares_heads, num_keepers = config.r_part.r_partition == "heads", len(workers.keepers)
+    if workers.stages is not None:
+        members = StagePool(
+            *given,
+            absent=workers.absent,
+            stages=workers.stages,
+            relayed=range(1, len(layers)),
+            num_columns=1 if shares_heads else None,
+            num_keepers=num_keepers,
+        )
+        return members, ColumnPool(members, workers.stages, layers, shares_heads=shares_heads)
+    keepers = range(len(hub.connections) - num_keepers, len(hub.connections))
+    make = MixedPool if device is not None or keepers else WorkerPool
+    pool = make(*given, absent=workers.absent, device=device, keepers=keepers)
+    return pool, in_heads(pool) if shares_heads else pool
+
+
+class WorkerThreads:
+    """R-workers as threads of this process.
+
+    Args:
+        names: Of each, among their neighbours.
+        first: The first one's index in the hub that they are known by.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        kv_bytes: int,
+        num_threads: int,
+        hub: InprocHub[ToRWorker, FromRWorker],
+        neighbours: Neighbourhood,
+        disk: Disk | None = None,
+        first: int = 0,
+    ) -> None:
+        self._first = first
+        self._threads = [
+            start_worker_thread(
+                name,
+                kv_bytes=kv_bytes,
+                num_threads=num_threads,
+                hub=hub,
+                neighbours=neighbours,
+                disk=disk,
+            )
+            for name in names
+        ]
+
+    def close(self, lost: Collection[int], timeout_s: float) -> None:
+        """Stop them. See ``Reached``."""
+        for thread in self._threads:
+            thread.stop()
+        for index, thread in enumerate(self._threads, self._first):
+            if index in lost:
+                thread.connection.close()
+            else:
+                thread.join(timeout_s)
+
+
+def name_prefix(beside: Colocation | None, stage: int) -> str:
+    """Return what names of an engine's R-workers begin with, of a later stage's too."""
+    engine = "" if beside is None else f"{beside.name}-"
+    return f"{engine}s{stage}-" if stage else engine
+
+
 def reach_threads(
     num_workers: int,
     *,
@@ -108,45 +183,17 @@ def reach_threads(
     stage: int = 0,
     beside: Colocation | None = None,
 ) -> Reached:
-    """R-workers as threads of this process.
+    """Start R-workers as threads of this process; see ``WorkerThreads``.
 
     Args:
-        num_workers: how many.
-        kv_bytes: KV cache of each.
-        num_threads: CPU threads of each.
-        disk: where the kept blocks of each may go; None: nowhere.
-        hub: gets a connection to each; None: one that has no others.
-        stage: whose they are.
-        beside: other engines' in this process; None: they reach each other alone.
+        hub: None: one that has no others.
+        beside: Other engines' in this process. None: they reach each other alone.
     """
     hub = InprocHub() if hub is None else hub
     neighbours = ThreadNeighbours() if beside is None else beside.neighbours
-    engine = "" if beside is None else f"{beside.name}-"
-    whose = engine + (f"s{stage}-" if stage else "")
-    names = tuple(f"{whose}r{index}" for index in range(num_workers))
-    threads = [
-        start_worker_thread(
-            name,
-            kv_bytes=kv_bytes,
-            num_threads=num_threads,
-            hub=hub,
-            neighbours=neighbours,
-            disk=disk,
-        )
-        for name in names
-    ]
-
-    def close(lost: Collection[int], timeout_s: float) -> None:
-        for thread in threads:
-            thread.stop()
-        for index, thread in enumerate(threads):
-            if index in lost:
-                thread.connection.close()
-            else:
-                thread.join(timeout_s)
-
-    addresses = tuple(map(neighbours.address_of, names))
-    return Reached(hub, close, addresses=addresses)
+    names = [f"{name_prefix(beside, stage)}r{index}" for index in range(num_workers)]
+    threads = WorkerThreads(names, kv_bytes, num_threads, hub, neighbours, disk)
+    return Reached(hub, threads.close, addresses=tuple(map(neighbours.address_of, names)))
 
 
 def reach_inline(
@@ -157,12 +204,7 @@ def reach_inline(
     disk: Disk | None = None,
     stage: int = 0,
 ) -> Reached:
-    """One R-worker in this very thread; see ``rworker.inline``.
-
-    Args:
-        stage: whose it is.
-        kv_bytes, num_threads, openmp_library, disk: see ``make_inline_worker``.
-    """
+    """One R-worker in this very thread; see ``rworker.inline``."""
     worker = make_inline_worker(
         f"s{stage}-r0" if stage else "r0",
         kv_bytes=kv_bytes,
@@ -180,7 +222,6 @@ def reach_stage_ranks(
     this process leads the stage of that number. Each decides its own memory and threads.
 
     Args:
-        ranks: which are what.
         elsewhere: the stage's R-workers, or what is in their place, which are
             no ranks; None: they are.
 
@@ -206,7 +247,11 @@ def reach_stage_ranks(
     def close(lost: Collection[int], timeout_s: float) -> None:
         if not stage:
             links.shut_down()
-        _part_with(hub.connections[:num_r_workers], lost)
+        for index, connection in enumerate(hub.connections[:num_r_workers]):
+            if index in lost:
+                connection.give_up()
+            else:
+                _shut_down(connection)
         for other in links.gone:
             others[other].give_up()
         hub.close()
@@ -236,13 +281,7 @@ def beside_stages(
     if workers.answers_at_once and not workers.keepers:
         joined = HubBehind(workers.hub.connections, hub)
     # A column answers when all stages have.
-    return replace(
-        workers,
-        hub=joined,
-        close=close_all,
-        answers_at_once=False,
-        stages=links,
-    )
+    return replace(workers, hub=joined, close=close_all, answers_at_once=False, stages=links)
 
 
 def reach_addresses(
@@ -262,7 +301,6 @@ def reach_addresses(
         key_file: with the cluster's key; None: R-workers of this host only.
         silence_s: one that gives no sign of life for so long is lost.
         min_workers: so many have to be there.
-        reach_timeout_s: how long to wait for all of them.
         ends_them: closing shuts them down.
 
     Raises:
@@ -298,17 +336,6 @@ def reach_addresses(
     return Reached(hub, close, absent, replacements, addresses=tuple(addresses))
 
 
-def _part_with(
-    connections: Iterable[MpiConnection[ToRWorker, FromRWorker]], lost: Collection[int]
-) -> None:
-    """Those that are left shut down; what was sent to others is given up."""
-    for index, connection in enumerate(connections):
-        if index in lost:
-            connection.give_up()
-        else:
-            _shut_down(connection)
-
-
 def _shut_down(connection: Connection[ToRWorker, FromRWorker]) -> None:
     try:
         connection.send(Shutdown())
@@ -320,7 +347,6 @@ def with_spares(workers: Reached, num_spares: int) -> Reached:
     """R-workers of which the last are spare.
 
     Args:
-        workers: all of them, of one stage.
         num_spares: so many; 0: none.
 
     Raises:

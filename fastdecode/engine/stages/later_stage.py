@@ -1,11 +1,12 @@
-"""A stage behind the first: does what it is told, step by step, until it is let
-go."""
+"""A stage behind the first: does what it is told, step by step, until it is let go."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,18 +16,44 @@ from torch import Tensor
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderId
+from fastdecode.engine.stages.first_stage import columns_of
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.relay import Relay
-from fastdecode.engine.stages.stage_forward import LaterStageForward, passed_on, report
 from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.lane_step import Attention, LaneStep
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.wire.messages import MAX_ID, Activations, Shutdown
 from fastdecode.wire.stages import FIRST_STAGE, GreetColumn, StageDone, StagePass
-from sworker.buffers import as_tensor
+from sworker.buffers import Fetched, as_array, as_tensor
 from sworker.worker import SWorker
 
 _LOOK_EVERY_S = 0.05  # whether the replacement of a lost R-worker has answered
+
+
+class LaterStageForward:
+    """A step of a later stage: it leaves for the next one, or for the first.
+
+    Args:
+        output: Of the stage's last layer, on its way to the host; of the last
+            stage, the rows that draw a token.
+    """
+
+    reports = ()
+
+    def __init__(self, output: Fetched, leave: Callable[[Activations], None]) -> None:
+        self.copy = output
+        self._leave = leave
+
+    @property
+    def can_go_on(self) -> bool:
+        return self.copy.done
+
+    def go_on(self) -> Tensor | None:
+        self._leave(as_array(self.copy.host))
+        return torch.empty((0, 0))
+
+    def deliver(self, done: StageDone) -> None:
+        raise ProtocolError(f"stage {done.stage} reports to the wrong stage")
 
 
 class LaterStage:
@@ -34,20 +61,13 @@ class LaterStage:
     stage and its R-workers.
 
     Args:
-        number: which it is, counted from 0; 1 and up.
-        before: the stage that passes steps on to it.
-        behind: the one that it passes them on to; None: home.
-        s_worker: its layers.
-        attention: on its columns.
+        behind: The stage that it passes steps on to. None: home.
         links: to the first, the one before and the one behind.
-        num_lanes: most that there may be.
-        relay: between the first stage and its R-workers.
     """
 
     def __init__(
         self,
         number: int,
-        before: int,
         behind: int | None,
         s_worker: SWorker,
         attention: Attention,
@@ -56,7 +76,7 @@ class LaterStage:
         relay: Relay,
     ) -> None:
         self._number = number
-        self._before, self._next = before, behind
+        self._next = behind
         self._s_worker = s_worker
         self._fleet = attention.fleet
         self._holders: Seq[Holder] = attention.holders
@@ -77,7 +97,8 @@ class LaterStage:
         """
         while not self._is_over:
             self._tell_news()
-            self._take_orders()
+            for stage, message in self._links.take_heard():
+                self._obey(stage, message)
             self._launch()
             if self._is_over or self._links.has_heard:
                 continue
@@ -87,60 +108,53 @@ class LaterStage:
                 awaits = self._relay.awaits_replacements
                 self._pipeline.receive(_LOOK_EVERY_S if awaits else math.inf)
 
-    # What the pipeline asks of it: see ``NextStage``.
-
     def leave(self, step: LaneStep) -> LaterStageForward:
-        """See ``NextStage``."""
         x = step.forward.output
         if self._next is None:
             x = _rows(x, self._s_worker.upload(torch.from_numpy(step.wanted_rows)))
         output = self._s_worker.to_host(x, step.lane)
-        return LaterStageForward(
-            output,
-            lambda x: self._send(step, x),
-            lambda x: self._report(step, x),
-        )
+        return LaterStageForward(output, partial(self._pass_on, step))
 
     def take_done(self) -> tuple[StageDone, ...]:
-        """See ``NextStage``."""
         return ()
 
     @property
     def has_orders(self) -> bool:
-        """See ``NextStage``."""
         return self._links.has_heard
 
-    def _send(self, step: LaneStep, x: Activations) -> None:
-        """A step's output, to whoever goes on with it."""
+    def _pass_on(self, step: LaneStep, x: Activations) -> None:
+        """Send a step's output to the next stage, if there is one. Report to the first stage,
+        with the output from the last one."""
         self._s_worker.check()
         self._tell_news()  # that a column was lost is told before what came of its rows
-        if self._next is not None:
-            passed = self._passed[step.lane]
-            self._links.tell(self._next, passed_on(passed, x, self._lost_of(passed)))
-
-    def _report(self, step: LaneStep, x: Activations) -> None:
-        """The first stage is told of a step; of its output by the last one."""
-        self._tell_news()
         passed = self._passed.pop(step.lane)
-        done = report(self._number, step, len(self._holders), self._lost_of(passed))
-        self._links.tell(FIRST_STAGE, done if self._next is not None else replace(done, x=x))
-
-    def _lost_of(self, passed: StagePass) -> set[int]:
-        """Columns whose rows mean nothing by now."""
-        return {*passed.lost.tolist(), *self._fleet.lost}
+        lost = columns_of({*passed.lost.tolist(), *self._fleet.lost})
+        if self._next is not None:
+            self._links.tell(self._next, replace(passed, x=x, lost=lost))
+        r_compute_s = np.zeros(len(self._holders), np.float32)
+        for column, seconds in step.record.r_compute_s.items():
+            r_compute_s[column] = seconds
+        round_trips_s = step.round_trips_s
+        done = StageDone(
+            self._number,
+            step.step,
+            step.lane,
+            s_part_s=step.s_part_s(),
+            round_trip_s=round_trips_s if math.isfinite(round_trips_s) else 0.0,
+            r_compute_s=r_compute_s,
+            lost=lost,
+            x=None if self._next is not None else x,
+        )
+        self._links.tell(FIRST_STAGE, done)
 
     def _tell_news(self) -> None:
         """What R-workers have answered, and which of them are lost."""
         self._relay.pass_on(self._pipeline.take_news())
 
-    def _take_orders(self) -> None:
-        for stage, message in self._links.take_heard():
-            self._obey(stage, message)
-
     def _obey(self, stage: int, message: FromAnyStage) -> None:
         """Raises ProtocolError: that stage may not say that, or not now."""
         if isinstance(message, StagePass):
-            if stage != self._before:
+            if stage != self._number - 1:
                 raise ProtocolError(f"stage {stage} passed a step to stage {self._number}")
             self._check(message)
             self._waiting.append(message)

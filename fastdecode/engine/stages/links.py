@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeAlias
 
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
@@ -15,15 +15,16 @@ from fastdecode.wire.messages import Failed, Shutdown, ToRWorker
 from fastdecode.wire.stages import (
     FromStage,
     OfColumns,
+    StageDone,
     StageHello,
     StageMessage,
     StagePass,
+    StageWelcome,
 )
 from fastdecode.wire.traits import unasked
 from fastdecode.wire.transport import Connection, loss
 
-ToStage: TypeAlias = ToRWorker | StageMessage
-FromAnyStage: TypeAlias = FromStage | Failed | ToStage
+FromAnyStage: TypeAlias = FromStage | Failed | ToRWorker | StageMessage
 """What stages say to each other. The first one asks, and gets answers; the
 others get orders, of the first and of the one before."""
 StageConnection: TypeAlias = Connection[FromAnyStage, FromAnyStage]
@@ -37,30 +38,27 @@ thread that gives signs."""
 
 class StageLinks:
     """Sends to other stages, and keeps what they have said until it is asked
-    for. Whoever loses one can't go on: then every method raises WorkerError.
+    for. A stage that loses another one can't go on: then every method raises WorkerError.
 
     Args:
-        connections: by the stages' numbers, in the order in which the hub has
+        connections: By the stages' numbers, in the order in which the hub has
             them, behind its R-workers'.
-        is_asked: this isn't the first stage: orders may come at any time.
+        is_asked: This isn't the first stage: orders may come at any time.
     """
 
-    def __init__(
-        self,
-        connections: Mapping[int, StageConnection],
-        *,
-        is_asked: bool,
-    ) -> None:
+    def __init__(self, connections: Mapping[int, StageConnection], *, is_asked: bool) -> None:
         self._connections = dict(connections)
         self._stages = tuple(connections)
         self.is_asked = is_asked
         self._heard: deque[tuple[int, FromAnyStage]] = deque()
         self.gone: set[int] = set()
         """Stages that nothing reaches any more."""
-        self.num_columns = 0
-        """Of R-workers."""
+        self.num_columns = 0  # of R-workers
         self._owed: PendingReplies
         self._first: int
+        self._done: list[StageDone] = []
+        self._welcomes: dict[int, StageWelcome] = {}
+        self._num_layers: dict[int, int] = {}  # up to the end of each
 
     def __len__(self) -> int:
         return len(self._stages)
@@ -71,52 +69,38 @@ class StageLinks:
         return tuple(stage for stage in self._stages if stage)
 
     def join(self, owed: PendingReplies, first: int, num_columns: int) -> None:
-        """The stages are peers number ``first`` and up, behind R-workers; ``owed``
+        """Make the stages peers number ``first`` and up, behind R-workers. ``owed``
         keeps what they owe."""
         self._owed, self._first, self.num_columns = owed, first, num_columns
 
     def patient(self) -> contextlib.AbstractContextManager[None]:
-        """Within, stages may take long to answer: they load their layers."""
+        """Inside, stages may take long to answer: they load their layers."""
         usual = self._owed.deadlines
         return self._owed.within(usual.at_least(LOADING_TIMEOUT_S, LOADING_SILENCE_S))
 
-    def expect(self, stage: int, message: FromAnyStage, num_answers: int = 1) -> None:
-        """A stage will get this message, from this stage or from another one, and owes
-        the answer, if it is one that a stage answers. ``num_answers``: of
-        R-workers, one after the other, that this takes."""
-        if isinstance(message, StageHello | StagePass):
-            self._owed.ask_for(self._index(stage), message.answers, NOBODY, num_answers)
-
     def _index(self, stage: int) -> int:
-        """Of a stage, as a peer."""
+        """Return the index of a stage, as a peer."""
         return self._first + self._stages.index(stage)
 
     def _stage(self, index: int) -> int:
-        """The peer of this index."""
         return self._stages[index - self._first]
 
-    def send(self, stage: int, message: FromAnyStage) -> None:
-        """To a stage, which owes an answer if the message is one that is
-        answered."""
-        self.expect(stage, message)
-        self.tell(stage, message)
-
     def tell(self, stage: int, message: FromAnyStage) -> None:
-        """To a stage, that owes nothing for it."""
+        """Send to a stage, that owes nothing for it."""
         try:
             self._connections[stage].send(message)
         except WorkerError as error:
             raise self.loss(stage, error) from None
 
     def take(self, index: int, message: FromAnyStage) -> int:
-        """The peer of this index has said something; which stage it is.
+        """Return the stage of a peer that has said something.
 
         Raises:
-            WorkerError: it can't go on, or sends what was not asked for.
+            WorkerError: If it can't go on, or sends what was not asked for.
         """
         stage = self._stage(index)
         if isinstance(message, Failed):
-            raise failure(self.name(index), message)
+            raise failure(self._connections[stage].peer, message)
         if isinstance(message, OfColumns):
             try:
                 message.check(stage, self.num_columns)
@@ -125,43 +109,29 @@ class StageLinks:
         return stage
 
     def keep(self, stage: int, message: FromAnyStage) -> None:
-        """A stage's words wait to be asked for."""
+        """Keep a stage's words until they are asked for."""
         self._heard.append((stage, message))
 
-    def heard_s(self, stage: int) -> float | None:
-        """When a stage last gave a sign of life; None: it gives none."""
-        return self._connections[stage].heard_s
-
-    def answered(self, stage: int, message: FromAnyStage) -> None:
-        """What it has said is an answer that it owed.
-
-        Raises:
-            WorkerError: it didn't owe one.
-        """
-        if not self._owed.take_any(self._index(stage), message):
-            raise self.loss(stage, ProtocolError(f"it {unasked(message)}"))
-
     def take_heard(self) -> list[tuple[int, FromAnyStage]]:
-        """What stages have said, and which, in its order; told once."""
+        """Return what stages have said, and which, in its order. Each is taken once."""
         heard = list(self._heard)
         self._heard.clear()
         return heard
 
     @property
     def has_heard(self) -> bool:
-        """Whether there is any."""
         return bool(self._heard)
 
-    def name(self, index: int) -> str:
-        """What the peer of this index is called."""
-        return self._connections[self._stage(index)].peer
+    def heard_s(self, stage: int) -> float | None:
+        """Return when a stage last gave a sign of life. None: it gives none."""
+        return self._connections[stage].heard_s
 
     def lost(self, index: int, error: FastDecodeError) -> WorkerError:
-        """The peer of this index is lost: the error to raise."""
+        """Return the error to raise when the peer of this index is lost."""
         return self.loss(self._stage(index), error)
 
     def loss(self, stage: int, error: FastDecodeError) -> WorkerError:
-        """A stage is lost: the error to raise; its own, if it has said one."""
+        """Return the error to raise when a stage is lost: its own, if it has said one."""
         name = self._connections[stage].peer
         if not isinstance(error, ProtocolError):  # who says what can't be is still there
             self.gone.add(stage)
@@ -172,6 +142,55 @@ class StageLinks:
             "output, and start the job again (fastdecode run-batch --resume keeps what is done)",
             code="stage_lost",
         )
+
+    # The first stage's end.
+
+    @property
+    def are_welcome(self) -> bool:
+        """True if later stages have answered to the first greeting."""
+        return bool(self._welcomes)
+
+    def greet(self, hellos: Mapping[int, StageHello]) -> None:
+        """Tell stages what they are to be; ``welcomes`` are due."""
+        num_layers = 0
+        for stage, hello in hellos.items():
+            self._owed.ask(self._index(stage), hello, NOBODY)
+            self.tell(stage, hello)
+            num_layers += hello.num_layers
+            self._num_layers[stage] = num_layers
+
+    def welcomes(self, stages: Collection[int]) -> dict[int, StageWelcome] | None:
+        """Return the answers by stage, once all of these have answered."""
+        self._listen()
+        answered = {stage: told for stage, told in self._welcomes.items() if stage in stages}
+        return answered if len(answered) == len(stages) else None
+
+    def send(self, message: StagePass) -> None:
+        """Send a step to the stages, all of which have to report on it. Each layer of theirs,
+        and of those before them, may take its R-workers as long as any answer may."""
+        for stage in self.later:
+            num_answers = self._num_layers.get(stage, 1)
+            self._owed.ask(self._index(stage), message, NOBODY, num_answers)
+        self.tell(self.later[0], message)
+
+    def take_done(self) -> list[StageDone]:
+        """Return what stages have reported of steps. Each report is taken once."""
+        self._listen()
+        done, self._done = self._done, []
+        return done
+
+    def _listen(self) -> None:
+        """
+        Raises:
+            WorkerError: If a stage said what it may not say, or what it didn't owe.
+        """
+        for stage, message in self.take_heard():
+            if not self._owed.take_any(self._index(stage), message):
+                raise self.loss(stage, ProtocolError(f"it {unasked(message)}"))
+            if isinstance(message, StageDone):
+                self._done.append(message)
+            elif isinstance(message, StageWelcome):
+                self._welcomes[stage] = message
 
     def shut_down(self) -> None:
         """Let the later stages end, those that are still there."""

@@ -21,10 +21,9 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
-from fastdecode.engine.fleet.groups import CacheGroup, GroupPool, HolderPool
-from fastdecode.engine.fleet.pool import MixedPool, RConnection, RHub, WorkerPool
-from fastdecode.engine.fleet.resharing import in_heads, share_out_heads
-from fastdecode.engine.stages.later import LaterStages
+from fastdecode.engine.fleet.groups import CacheGroup, GroupPool
+from fastdecode.engine.fleet.pool import RHub, WorkerPool
+from fastdecode.engine.fleet.resharing import share_out_heads
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.wire.blocks import Accepted, DropCache, Dropped, Refused, TakenOver
 from fastdecode.wire.messages import Answer, FromRWorker, Hello, ToRWorker, Welcome
@@ -50,7 +49,6 @@ class StagePool(WorkerPool):
     """Of a stage. Losing another stage raises WorkerError at once.
 
     Args:
-        hub, timeout_s, silence_s, clock, absent: see ``WorkerPool``.
         stages: the other stages, which the hub's last connections are to.
         relayed: the stages whose R-workers this one reaches over their links.
         num_columns: None: as many as R-workers that are connected here.
@@ -127,7 +125,6 @@ class StagePool(WorkerPool):
         return [HolderId(index) for index in range(self._num_own)]
 
     def revive(self, holder: HolderId, *, has_cache: bool = True) -> None:
-        """See ``WorkerPool``."""
         self.has_replacement.pop(holder, None)
         super().revive(holder, has_cache=has_cache)
 
@@ -138,7 +135,6 @@ class StagePool(WorkerPool):
         return [*super().take_losses(), *lost]
 
     def revive_elsewhere(self, holders: Iterable[HolderId]) -> bool:
-        """See ``WorkerPool``."""
         lost = [x for x in holders if not self.is_here(x) and self.is_lost(x)]
         if not all(map(self.has_replacement.get, lost)):
             return False
@@ -154,7 +150,6 @@ class StagePool(WorkerPool):
         return self._relayed[place], column
 
     def send(self, holder: HolderId, message: ToRWorker) -> None:
-        """See ``WorkerPool``."""
         if self.is_here(holder):
             super().send(holder, message)
             return
@@ -162,9 +157,7 @@ class StagePool(WorkerPool):
         if index in self.gone:
             return
         named = message.for_holder(holder)
-        self.pending.ask(index, named, holder)
-        if named.answers:
-            self.pending.allow(index, _NUM_ANSWERS)
+        self.pending.ask(index, named, holder, _NUM_ANSWERS)
         stage, column = self.origin(holder)
         if self._placed.get(holder, holder) != index:
             self._placed[holder] = index
@@ -172,7 +165,6 @@ class StagePool(WorkerPool):
         self._stages.tell(stage, self._places(named, holder, column))
 
     def lose(self, holder: HolderId, error: FastDecodeError) -> None:
-        """See ``WorkerPool``."""
         self._give_up_worker(self.placement[holder], error)
 
     def _give_up_worker(self, index: int, error: FastDecodeError) -> None:
@@ -298,10 +290,7 @@ class ColumnPool(GroupPool):
     other stage are members of one column.
 
     Args:
-        members: all R-workers.
-        stages: the links to other stages.
         layers: of each stage that has R-workers.
-        shares_heads: see above.
     """
 
     def __init__(
@@ -324,7 +313,7 @@ class ColumnPool(GroupPool):
             super().__init__(members, shards)
         self.of_stages: Final = members
         """All members; later stages' are among them."""
-        self.later: Final = LaterStages(stages)
+        self.later: Final = stages
         """The stages behind this one."""
 
     def _begin(self, group: CacheGroup, hello: Hello) -> None:
@@ -347,40 +336,3 @@ def column_shards(members: StagePool, layers: Mapping[int, range]) -> list[dict[
         {members.member(stage, column): Shard(layers=each) for stage, each in layers.items()}
         for column in range(members.num_columns)
     ]
-
-
-def pool_of(
-    hub: RHub,
-    timeout_s: float,
-    silence_s: float,
-    absent: Mapping[int, WorkerError],
-    device: RConnection | None,
-    stages: StageLinks | None,
-    layers: Sequence[range],
-    *,
-    shares_heads: bool,
-    num_keepers: int = 0,
-) -> tuple[WorkerPool, HolderPool]:
-    """The R-workers of an engine, and its holders; with other stages, of the first one.
-    ``layers``: of each stage that decodes; ``num_keepers``: see ``StagePool``."""
-    if num_keepers and stages is None:
-        num_workers = len(hub.connections)
-        keepers = range(num_workers - num_keepers, num_workers)
-        protected = MixedPool(hub, timeout_s, silence_s, absent=absent, keepers=keepers)
-        return protected, protected
-    if stages is None:
-        make = WorkerPool if device is None else MixedPool
-        pool = make(hub, timeout_s, silence_s, absent=absent, device=device)
-        return pool, in_heads(pool) if shares_heads else pool
-    assert device is None
-    members = StagePool(
-        hub,
-        timeout_s,
-        silence_s,
-        absent=absent,
-        stages=stages,
-        relayed=range(1, len(layers)),
-        num_columns=1 if shares_heads else None,
-        num_keepers=num_keepers,
-    )
-    return members, ColumnPool(members, stages, layers, shares_heads=shares_heads)

@@ -57,8 +57,6 @@ class ColumnRegreeting:
     R-worker is a column's.
 
     Args:
-        pool: the R-workers, one a column.
-        hello: what they are greeted with.
         places: R-workers that may replace a lost one.
         most_blocks: of each; none: as many as it has.
     """
@@ -104,9 +102,6 @@ class HeadsRegreeting:
     remaining ones, and replacements.
 
     Args:
-        fleet: the one group of the stage's R-workers.
-        hello: what it is greeted with.
-        deadlines: of its answers.
         places: R-workers that may replace a lost one; None: there are none.
     """
 
@@ -151,7 +146,6 @@ class HeadsRegreeting:
         self._fleet.send(column, self._hello)
 
     def answered(self) -> None:
-        """See ``ColumnRegreeting``."""
         self._members.pending.deadlines = self._deadlines
 
 
@@ -162,9 +156,6 @@ class Relay:
     """Passes messages on, in their order.
 
     Args:
-        pool: the columns.
-        links: to the first stage.
-        session: of their caches.
         regreeting: greets R-workers again; None: lost ones have no replacements.
         addresses: what the R-workers that keep columns call each other, as it is; empty:
             they do not reach each other.
@@ -243,8 +234,7 @@ class Relay:
             placement.give_back(column)
 
     def pass_on(self, news: Iterable[News]) -> None:
-        """Send the first stage what R-workers have answered and reported, and which
-        are lost."""
+        """Send the first stage what R-workers have answered and reported, and which are lost."""
         losses = []
         for column, answer in news:
             if isinstance(answer, Accepted | Refused):
@@ -257,10 +247,10 @@ class Relay:
                 self._take_welcome(column, answer)
             else:
                 losses.append((column, answer))
-        for moved in self._pool.moves.take_tiers():
+        for moved in self._pool.take_moves():
             if isinstance(moved, Done | Inventory | Pulled):
                 self._links.tell(FIRST_STAGE, moved)
-        for replicated in self._members.events.take_replicas():
+        for replicated in self._members.take_replications():
             self._links.tell(FIRST_STAGE, replicated)
         for column, error in losses:
             self._report_lost(column, error)

@@ -171,7 +171,7 @@ class Pipeline:
                         ready.append(step)
             if self._is_hybrid and ready:
                 self._take_in_all()
-            if self._news or fleet.moves.has_moves:
+            if self._news or fleet.has_moves:
                 return None
             if self._onward is not None and self._onward.has_orders:
                 return None
@@ -359,5 +359,5 @@ class Pipeline:
         can_go_on = self._is_hybrid and any(
             step.can_go_on or step.has_come for step in self._steps.values()
         )
-        has_changed = has_come or can_go_on or fleet.moves.has_moves or fleet.lost.keys() != lost
+        has_changed = has_come or can_go_on or fleet.has_moves or fleet.lost.keys() != lost
         return [] if has_changed else None

@@ -28,17 +28,17 @@ class Planned:
 @dataclass(frozen=True)
 class LoadShape:
     num_requests: int | None = option(
-        None, "default: 100; of a trace: all", low=1, high=MAX_REQUESTS, flag="--requests"
+        None, "default: 100, or all of a trace", low=1, high=MAX_REQUESTS, flag="--requests"
     )
-    prompt_tokens: int = option(128, "of each, on average", low=1, high=1 << 24)
-    output_tokens: int = option(64, "of each, on average", low=1, high=1 << 24)
+    prompt_tokens: int = option(128, "mean tokens of a prompt", low=1, high=1 << 24)
+    output_tokens: int = option(64, "mean tokens of an answer", low=1, high=1 << 24)
     spread: float = option(
         0.0, "lengths are log-normal with this sigma; 0 makes all equal", low=0, high=5, metavar="S"
     )
     vocab_size: int = option(
         1000, "prompts are random tokens from 10 to this", low=11, high=1 << 24
     )
-    seed: int = option(0, "of lengths, gaps and prompts", low=0, high=1 << 62)
+    seed: int = option(0, "seed of lengths, gaps and prompts", low=0, high=1 << 62)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -1,5 +1,5 @@
-"""The tokens of lanes' steps: drawn on the S-worker's device, on their way to the
-host, and taken in there."""
+"""Tokens of lanes' steps: drawn on the S-worker's device, on their way to the host, and taken in
+there. With them the log-probabilities of prompts' tokens, where requests want these."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import COMING
 from fastdecode.core.trace import Trace
-from fastdecode.engine.requests import Requests
+from fastdecode.engine.requests import AskedRows, Requests
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.lane_step import LaneStep
@@ -21,36 +22,42 @@ from fastdecode.schedule.life import events
 from fastdecode.schedule.life.sequences import SequenceTable
 from fastdecode.schedule.plan import Chunk
 from sworker.buffers import Feed
-from sworker.sampling.sampler import Drawing
+from sworker.sampling.sampler import Drawing, prompt_logprobs
 from sworker.worker import SWorker
 
 
 @dataclass(frozen=True)
 class StepSamples:
-    """Of one step."""
+    """Tokens, and log-probabilities of prompts, of one step."""
 
     step: LaneStep
     chunks: Seq[Chunk]
-    """Whose, one each."""
-    drawing: Drawing
+    """Chunks that a token is drawn for."""
+    drawing: Drawing | None
+    """None if there are none."""
     started_s: float
     ended_s: float | None
-    """None: they are on their way to the host."""
+    """None while the tokens are on their way to the host."""
     goes_ahead: bool
     """The lane's next step begins without waiting for them."""
+    asked: AskedRows | None = None
+    """Rows whose next tokens are a prompt's."""
+    found: Tensor | None = None
+    """Their log-probabilities, on the device (``prompt_logprobs``)."""
 
     @property
     def done(self) -> bool:
-        """Whether the step is over."""
-        return self.goes_ahead or self.drawing.done
+        """Return True if the step is over."""
+        return self.goes_ahead or self.drawing is None or self.drawing.done
 
     def wait(self) -> None:
-        self.drawing.wait()
+        if self.drawing is not None:
+            self.drawing.wait()
 
     def feed(self, batch: StepBatch) -> Feed | None:
-        """What the lane's next step is fed of them."""
+        """Return what the lane's next step is fed of the tokens."""
         rows = np.flatnonzero(batch.token_ids == COMING)
-        if not rows.size:
+        if not rows.size or self.drawing is None:
             return None
         drawn_at = {chunk.sequence.sequence_id: i for i, chunk in enumerate(self.chunks)}
         of_rows = np.searchsorted(batch.last_rows, rows).tolist()
@@ -58,16 +65,13 @@ class StepSamples:
         return Feed(self.drawing.tokens, np.array(sources, np.int64), rows)
 
 
-class PendingSamples:
+class Samples:
     """Starts to draw, and takes in what was drawn.
 
     Args:
-        s_worker: draws.
-        lives: who is still wanted.
-        requests: what is drawn with, and taken in by.
-        stats: kept up to date.
-        trace: is told when tokens were drawn.
-        peer: names a holder's R-worker.
+        lives: Tells which sequences are still wanted.
+        requests: What is drawn with, and what takes tokens in.
+        peer: Names a holder's R-worker.
     """
 
     def __init__(
@@ -87,36 +91,62 @@ class PendingSamples:
         self._peer = peer
 
     def draw(self, step: LaneStep) -> StepSamples | None:
-        """Start drawing the tokens that follow, of all whose text is complete
-        so far. None: nobody wants any."""
+        """Start to draw the next tokens of sequences whose text is complete so far.
+
+        Returns: None if no sequence wants one, and no prompt its log-probabilities.
+        """
         assert step.logits is not None
+        asked, found = (None, None) if step.asked_rows is None else self._ask(step)
         draws = step.batch.draws.tolist()
         chunks = [chunk for chunk, is_last in zip(step.batch.chunks, draws, strict=True) if is_last]
         rows = _rows_of(chunks, self._lives.wanted(chunks))
+        started_s = time.perf_counter()
         if not rows:
-            return None
+            if asked is None:
+                return None
+            return StepSamples(step, (), None, started_s, started_s, False, asked, found)
         logits = step.logits if len(rows) == len(chunks) else step.logits[list(rows)]
-        started_s, chunks = time.perf_counter(), [chunks[row] for row in rows]
+        chunks = [chunks[row] for row in rows]
         states = [one.sampling for one in self._requests.generations_of(chunks)]
         drawing = self._s_worker.draw(logits, states, step.lane)
         is_done = drawing.done
-        # Where nobody's token can be another one than the device believes, and
-        # somebody steps on for all that is known.
+        # Where no token can be another one than the device believes, and
+        # some sequence steps on for all that is known.
         goes_ahead = (
-            not is_done and self._s_worker.feeds and drawing.is_sure and any(map(_steps_on, chunks))
+            not is_done
+            and asked is None
+            and self._s_worker.feeds
+            and drawing.is_sure
+            and any(x.sequence.num_generated + 1 < x.sequence.request.max_tokens for x in chunks)
         )
         ended_s = time.perf_counter() if is_done else None
-        return StepSamples(step, chunks, drawing, started_s, ended_s, goes_ahead)
+        return StepSamples(step, chunks, drawing, started_s, ended_s, goes_ahead, asked, found)
+
+    def _ask(self, step: LaneStep) -> tuple[AskedRows | None, Tensor | None]:
+        questions, worker = self._requests.prompt_questions, self._s_worker
+        assert questions is not None and step.asked_rows is not None, "a request has asked"
+        asked = questions.rows(step.batch)
+        if asked is None:
+            return None, None
+        return asked, prompt_logprobs(
+            step.forward.logits, step.asked_rows[asked.rows], asked.tokens, asked.count,
+            worker.spec.vocab_size, worker.device,
+        )  # fmt: skip
 
     def accept(self, tokens: StepSamples) -> tuple[events.Drawn, ...]:
-        """Take in what was drawn, of those whose sequences are still wanted;
-        waits until it is here."""
+        """Take in what was drawn for sequences that are still wanted. Wait until it is here."""
+        lives = self._lives
+        if tokens.asked is not None and tokens.found is not None:
+            assert self._requests.prompt_questions is not None
+            wanted = lives.wanted(tokens.asked.chunks)
+            self._requests.prompt_questions.take_in(tokens.asked, tokens.found.tolist(), wanted)
+        if tokens.drawing is None:
+            return ()
         sampled = self._s_worker.drawn(tokens.drawing)
         now = time.perf_counter()
         step, ended_s = tokens.step, tokens.ended_s or now
         if self._trace is not None:
             self._trace.sampled(step.lane, step.step, len(sampled), tokens.started_s, ended_s)
-        lives = self._lives
         wanted = (lives.awaiting if tokens.goes_ahead else lives.wanted)(tokens.chunks)
         rows = _rows_of(tokens.chunks, wanted)
         generations = self._requests.generations_of([tokens.chunks[row] for row in rows])
@@ -126,15 +156,8 @@ class PendingSamples:
 
 
 def _rows_of(chunks: Seq[Chunk], wanted: Seq[Chunk]) -> Seq[int]:
-    """Where those that are wanted are among the chunks."""
+    """Return the places of wanted chunks among all."""
     if len(wanted) == len(chunks):
         return range(len(chunks))
     ids = {chunk.sequence.sequence_id for chunk in wanted}
     return [row for row, chunk in enumerate(chunks) if chunk.sequence.sequence_id in ids]
-
-
-def _steps_on(chunk: Chunk) -> bool:
-    """Whether its sequence will step with the token that is drawn, unless that
-    ends its text."""
-    sequence = chunk.sequence
-    return sequence.num_generated + 1 < sequence.request.max_tokens

@@ -1,23 +1,24 @@
-"""What follows when a stage has run its own layers: the step goes to the later stages and
-back (``FirstStageForward``), or on to the next one (``LaterStageForward``)."""
+"""What the first stage does with its steps, which go to the later stages and back; and with
+columns whose lost members have all been replaced."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastdecode.core.errors import ProtocolError, WorkerError
-from fastdecode.engine.stages.later import LaterStages
+from fastdecode.core.errors import WorkerError
+from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.groups import CacheGroup
+from fastdecode.engine.fleet.replacements import Replacements, limited
+from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.pool import ColumnPool
 from fastdecode.engine.step.batch import StepBatch
-from fastdecode.wire.messages import Activations
+from fastdecode.wire.messages import Activations, Hello, Welcome
 from fastdecode.wire.stages import ASKS, DRAWS, StageDone, StagePass
 from sworker.buffers import Fetched, as_array, as_tensor
 
@@ -31,13 +32,15 @@ def stage_pass(batch: StepBatch, x: Activations, lost: Collection[int]) -> Stage
 
     Args:
         x: [T, H] of its rows, the output of the first one's last layer.
-        lost: columns whose rows mean nothing.
     """
     begun = [span.begin for span in batch.spans]
     lengths = [int(np.count_nonzero(begin.num_new)) for begin in begun]
     own = list(zip(begun, lengths, strict=True))  # closed parts are behind them
     num_past = np.concatenate([begin.num_past[:number] for begin, number in own])
     num_new = np.concatenate([begin.num_new[:number] for begin, number in own])
+    draws = batch.draws.astype(np.uint8) * np.uint8(DRAWS)
+    if batch.asks is not None:
+        draws |= batch.asks.astype(np.uint8) * np.uint8(ASKS)
     passed = StagePass(
         step=begun[0].step,
         lane=begun[0].lane,
@@ -46,8 +49,8 @@ def stage_pass(batch: StepBatch, x: Activations, lost: Collection[int]) -> Stage
         columns=np.repeat(np.array([span.holder for span in batch.spans], np.int32), lengths),
         num_past=num_past,
         num_new=num_new,
-        draws=_wanted(batch),
-        lost=_numbers(lost),
+        draws=draws,
+        lost=columns_of(lost),
     )
     first_tokens = batch.positions[batch.last_rows] - (num_past + num_new - 1)
     return _with_parts(passed, batch, first_tokens) if first_tokens.any() else passed
@@ -66,28 +69,13 @@ def _with_parts(passed: StagePass, batch: StepBatch, first_tokens: NDArray[np.in
     return replace(passed, closed_ids=ids, closed=np.array(closed, np.int32))
 
 
-def _wanted(batch: StepBatch) -> NDArray[np.uint8]:
-    draws = batch.draws.astype(np.uint8) * np.uint8(DRAWS)
-    return draws if batch.asks is None else draws | batch.asks.astype(np.uint8) * np.uint8(ASKS)
-
-
 class FirstStageForward:
     """A step of the first stage: it leaves for the later ones, and its rows
     that draw a token come home.
-
-    Args:
-        step: its own layers are done.
-        later: the stages.
-        output: of its last layer, on its way to the host.
-        fleet: the columns.
     """
 
     def __init__(
-        self,
-        step: LaneStep,
-        later: LaterStages,
-        output: Fetched,
-        fleet: ColumnPool,
+        self, step: LaneStep, later: StageLinks, output: Fetched, fleet: ColumnPool
     ) -> None:
         self._step, self._later, self._fleet = step, later, fleet
         self.copy = output
@@ -98,7 +86,7 @@ class FirstStageForward:
     def can_go_on(self) -> bool:
         if not self._is_sent:
             return self.copy.done
-        return len(self.reports) == len(self._later.numbers)
+        return len(self.reports) == len(self._later.later)
 
     def go_on(self) -> Tensor | None:
         """See ``StageForward``. The logits [R, V] of the R rows that a token is drawn
@@ -127,17 +115,11 @@ class FirstStageForward:
         return step.forward.logits(np.arange(num_draws))
 
     def deliver(self, done: StageDone) -> None:
-        """See ``StageForward``."""
         self.reports.append(done)
 
 
 class FirstStage:
-    """What the first stage does with its steps; see ``NextStage``.
-
-    Args:
-        s_worker: its S-worker.
-        fleet: the columns.
-    """
+    """What the first stage does with its steps; see ``NextStage``."""
 
     has_orders = False
 
@@ -145,79 +127,87 @@ class FirstStage:
         self._s_worker, self._later, self._fleet = s_worker, fleet.later, fleet
 
     def leave(self, step: LaneStep) -> FirstStageForward:
-        """See ``NextStage``."""
         output = self._s_worker.to_host(step.forward.output, step.lane)
         return FirstStageForward(step, self._later, output, self._fleet)
 
     def take_done(self) -> list[StageDone]:
-        """See ``NextStage``."""
         return self._later.take_done()
 
 
-class LaterStageForward:
-    """A step of a later stage: it leaves for the next one, or for the first.
+def columns_of(columns: Collection[int]) -> NDArray[np.int32]:
+    return np.array(sorted(columns), np.int32)
+
+
+class ColumnReplacements:
+    """Greets a lost column again in every stage, once its lost members have been replaced, each
+    in its own stage; see ``Replacements``.
+
+    A lost column is looked at once no sequence is on it. No step on it is under way
+    then, in any stage, so its R-workers may forget what they have.
 
     Args:
-        output: of the stage's last layer, on its way to the host; of the last
-            stage, the rows that draw a token.
-        send: passes it on, unless the stage is the last.
-        report: tells the first stage that this one has done its part.
+        places: R-workers that may replace these.
     """
-
-    reports = ()
 
     def __init__(
-        self,
-        output: Fetched,
-        send: Callable[[Activations], None],
-        report: Callable[[Activations], None],
+        self, fleet: ColumnPool, hello: Hello, places: Replacements, timeout_s: float
     ) -> None:
-        self.copy = output
-        self._send, self._report = send, report
+        self._fleet = fleet
+        self._hello = hello
+        self._places = places
+        self._timeout_s = timeout_s
+        self._greeting: set[HolderId] = set()
+        self._most_blocks: Mapping[int, int] = {}
 
     @property
-    def can_go_on(self) -> bool:
-        return self.copy.done
+    def timeout_s(self) -> float:
+        """See ``Replacements``. It is 0 if each lost column lacks a member that none replaces."""
+        groups = (self._fleet.groups[holder] for holder in self._fleet.lost)
+        return 0.0 if all(map(self._is_vacant, groups)) else self._timeout_s
 
-    def go_on(self) -> Tensor | None:
-        """See ``StageForward``."""
-        x = as_array(self.copy.host)
-        self._send(x)
-        self._report(x)
-        return torch.empty((0, 0))
+    def limit(self, num_blocks: Mapping[int, int]) -> None:
+        """See ``Replacements``. The members that are left offer no more, either."""
+        self._most_blocks = num_blocks
+        self._places.limit(num_blocks)
 
-    def deliver(self, done: StageDone) -> None:
-        """See ``StageForward``."""
-        raise ProtocolError(f"stage {done.stage} reports to the wrong stage")
+    def look(self, lost: Collection[int]) -> dict[int, Welcome]:
+        if not self._fleet.later.are_welcome:
+            return {}  # the job begins
+        if len(self._fleet.lost) == len(self._fleet):
+            self._fleet.look()  # no step waits for answers meanwhile
+        for holder in map(HolderId, lost):
+            group = self._fleet.groups[holder]
+            if group.broken is not None:
+                self._greeting.discard(holder)
+            if holder not in self._greeting and self._let_in(group):
+                self._greeting.add(holder)
+                self._fleet.send(holder, limited(self._hello, self._most_blocks, holder))
+        found = {holder: self._fleet.groups[holder].welcome for holder in self._greeting}
+        return {holder: welcome for holder, welcome in found.items() if welcome is not None}
 
+    def admit(self, worker: int) -> None:
+        self._greeting.discard(HolderId(worker))
 
-def report(stage: int, step: LaneStep, num_columns: int, lost: Collection[int]) -> StageDone:
-    """What a later stage has to say of a step: with seconds [C], of each of the
-    ``num_columns``, and the columns [L] that are lost."""
-    r_compute_s = np.zeros(num_columns, np.float32)
-    for column, seconds in step.record.r_compute_s.items():
-        r_compute_s[column] = seconds
-    round_trips_s = step.round_trips_s
-    return StageDone(
-        stage,
-        step.step,
-        step.lane,
-        s_part_s=step.s_part_s(),
-        round_trip_s=round_trips_s if math.isfinite(round_trips_s) else 0.0,
-        r_compute_s=r_compute_s,
-        lost=_numbers(lost),
-    )
+    def _is_vacant(self, group: CacheGroup) -> bool:
+        """Whether a member is lost that has no replacement."""
+        members = self._fleet.of_stages
+        lost = filter(members.is_lost, group.shards)
+        has_places = bool(self._places.timeout_s)
+        may_come = (
+            has_places if members.is_here(x) else members.has_replacement.get(x, True) for x in lost
+        )
+        return not all(may_come)
 
-
-def passed_on(passed: StagePass, x: Activations, lost: Collection[int]) -> StagePass:
-    """A step for the stage behind, from what came of the one before.
-
-    Args:
-        x: [T, H] of its rows, the output of this stage's last layer.
-        lost: columns whose rows mean nothing.
-    """
-    return replace(passed, x=x, lost=_numbers(lost))
-
-
-def _numbers(columns: Collection[int]) -> NDArray[np.int32]:
-    return np.array(sorted(columns), np.int32)
+    def _let_in(self, group: CacheGroup) -> bool:
+        """Return True if each lost member of a column has been replaced: its
+        replacement is the member."""
+        members = self._fleet.of_stages
+        here = [x for x in group.shards if members.is_here(x) and members.is_lost(x)]
+        if not set(here) <= self._places.look(here).keys():
+            return False
+        if not members.revive_elsewhere(group.shards):
+            return False
+        for member in here:
+            self._places.admit(member)
+            members.revive(member)
+        return True

@@ -1,0 +1,380 @@
+"""Failovers in one ring of R-workers: which takes over from which, and how a cache that a neighbour
+took over is handed to the replacement of the lost one.
+
+A newcomer gives up the empty cache with which it was greeted. The neighbour streams the cache to
+it like a replica, behind its answers. Once the copy has caught up, no new step begins, and steps in
+flight finish. The newcomer is asked what it has (``TakeOver``), and serves the holder; tokens of
+the last step that it lacks run again. Then the neighbour drops the cache. If either is lost before,
+the other one serves.
+
+The other cache, the replica that the newcomer keeps of the one before it, comes when the ring is
+closed over it, right afterwards: both travel through its port, and so the first is soonest safe.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fastdecode.core.clock import Clock
+from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.replacements import HubReplacements
+from fastdecode.engine.fleet.ring import LinkOptions, Ring
+from fastdecode.wire.blocks import ReplicationNews
+from fastdecode.wire.messages import Welcome
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+"""After a copy that came to nothing, though both R-workers live; twice as long every time."""
+
+
+@dataclass
+class Failover:
+    """A lost R-worker that its neighbour has replaced."""
+
+    worker: str
+    keeper: str
+    noticed_s: float
+    """When the loss was noticed, by the clock."""
+    drain_s: float = 0.0
+    """From then until no step was in flight."""
+    resume_s: float = 0.0
+    """From then until the neighbour had taken over."""
+
+
+@dataclass(frozen=True)
+class Return:
+    """A cache that a neighbour had taken over, and another R-worker serves now, in
+    the lost one's place."""
+
+    worker: str
+    keeper: str
+    """The neighbour."""
+    copy_s: float
+    """From when it came until it had caught up, in which no step waited for it."""
+    drain_s: float
+    """From then until no step was in flight."""
+    resume_s: float
+    """From then until it served."""
+    went_on_s: float
+    """When that was, by the clock."""
+
+
+@dataclass
+class ReplicaFigures:
+    """What has become of replicas so far."""
+
+    failovers: list[Failover] = field(default_factory=list)
+    returns: list[Return] = field(default_factory=list)
+    num_recomputed_holders: int = 0
+    """Lost R-workers of which there was no replica, or not any more."""
+    num_rings: int = 0
+    """How often the ring was closed again, without a lost one or with one that came."""
+    unprotected_s: float = 0.0
+    """Time in which some R-worker had no replica."""
+    lags: Counter[int] = field(default_factory=Counter)  # see ``Protection.lags``
+
+    def lag(self, percent: float) -> int | None:
+        """Steps that had begun since the one that a neighbour has, at this
+        percentile. None if no replica has reported."""
+        left = percent / 100 * self.lags.total()
+        for lag, count in sorted(self.lags.items()):
+            left -= count
+            if left <= 0:
+                return lag
+        return None
+
+
+@dataclass
+class Handover:
+    """One cache on its way."""
+
+    source: HolderId
+    """The neighbour that serves it."""
+    since_s: float
+    """When a newcomer had come."""
+    is_copying: bool = False
+    leaves_s: float | None = None
+    """When it had caught up."""
+    asked_s: float | None = None
+    """When no step was in flight any more, and the newcomer was asked."""
+
+
+class Failovers:
+    """Which R-worker takes over from which, of the holders in one ring.
+
+    Args:
+        circle: The ring's holders.
+        figures: Counts of all rings. None if there are no others.
+    """
+
+    def __init__(
+        self,
+        fleet: WorkerPool,
+        options: LinkOptions,
+        clock: Clock,
+        circle: Sequence[HolderId],
+        figures: ReplicaFigures | None = None,
+    ) -> None:
+        self._fleet = fleet
+        self._clock = clock
+        self._ring = Ring(fleet, options, clock, fleet.pending.deadlines)
+        self.circle = list(circle)
+        """The ring's holders, lost ones included."""
+        self.failing: dict[HolderId, Failover] = {}
+        """Lost holders that others can take over, and don't yet."""
+        self.replacements: HubReplacements | None = None
+        """R-workers that get what neighbours took over. None if none may come."""
+        self._handovers: dict[HolderId, Handover] = {}  # under way, by the lost holder
+        self._pauses: dict[HolderId, tuple[float, float]] = {}  # until when, and how long
+        self._counts_links = figures is None
+        self.figures = figures or ReplicaFigures(lags=self._ring.protection.lags)
+        """What happened to replicas so far."""
+
+    @property
+    def adopted(self) -> set[HolderId]:
+        """Lost holders that neighbours serve, or newcomers that have not answered yet."""
+        placement = self._fleet.placement
+        return {x for x in self.circle if placement[x] != x or self.is_leaving(x)}
+
+    @property
+    def is_beginning(self) -> bool:
+        """True if a replica is to be kept that has not been reported yet."""
+        protection = self._ring.protection
+        return any(not protection.is_cut(holder) for holder in protection.bare)
+
+    def begin(self) -> None:
+        """Begin a replica of every R-worker that is present, at its neighbour."""
+        lost = self._fleet.lost
+        self._ring.close([holder for holder in self.circle if holder not in lost])
+
+    def take_news(self, last_step: int, heard: Sequence[ReplicationNews]) -> None:
+        """Take in what R-workers have reported of their replicas (``heard``).
+        ``last_step``: the last one that has begun."""
+        for news in heard:
+            self._ring.take(news, last_step)
+        self._ring.protection.count()
+        if self._counts_links:
+            self.figures.unprotected_s = self._ring.protection.unprotected_s
+
+    def leaving(
+        self, found: Mapping[int, Welcome], is_used: Callable[[HolderId], bool]
+    ) -> list[HolderId]:
+        """Advance handovers. Return holders that are to leave the neighbours that serve them,
+        since those that have come in their places have caught up.
+
+        Args:
+            found: R-workers that wait, by the places that they may take.
+            is_used: Tells whether any sequence is on a holder.
+        """
+        return [holder for holder in self.adopted if self._advance(holder, found, is_used)]
+
+    def _advance(
+        self, holder: HolderId, found: Mapping[int, Welcome], is_used: Callable[[HolderId], bool]
+    ) -> bool:
+        handover, protection = self._handovers.get(holder), self._ring.protection
+        assert self.replacements is not None
+        if handover is None:
+            # One without the room joins with an empty cache, once nothing is left of this one.
+            is_whole = holder in found and self.replacements.is_whole(holder, found[holder])
+            if is_whole and self._clock() >= self._pauses.get(holder, (0.0, 0.0))[0]:
+                source = HolderId(self._fleet.placement[holder])
+                self._handovers[holder] = Handover(source, self._clock())
+                self.replacements.make_way(holder)
+        elif handover.leaves_s is not None:
+            pass
+        elif holder not in found:
+            self._cancel(holder)
+        elif not handover.is_copying:
+            if self.replacements.has_made_way(holder):
+                handover.is_copying = True
+                self._ring.copy(holder)
+        elif protection.is_cut(holder):  # the two R-workers don't get to each other
+            pause_s = self._pauses.get(holder, (0.0, _FIRST_PAUSE_S / 2))[1]
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            self._pauses[holder] = self._clock() + pause_s, pause_s
+            self._cancel(holder)
+        elif holder not in protection.bare and (
+            protection.has_caught_up(holder) or not is_used(holder)
+        ):
+            handover.leaves_s = self._clock()
+            return True
+        return False
+
+    def is_leaving(self, holder: HolderId) -> bool:
+        """Return True if a holder is on its way back to its own place."""
+        return holder in self._handovers
+
+    def is_moving(self, holder: HolderId) -> bool:
+        """Return True if another R-worker is to serve a holder, as soon as no step is in
+        flight."""
+        handover = self._handovers.get(holder)
+        is_ready = (
+            handover is not None and handover.leaves_s is not None and handover.asked_s is None
+        )
+        return is_ready or holder in self.failing
+
+    def lose(self, holder: HolderId, *, is_used: bool) -> bool:
+        """Record the loss of a holder. Return True if another R-worker can take over.
+
+        Args:
+            is_used: True if sequences are on it.
+        """
+        self.failing.pop(holder, None)
+        name = self._fleet.peer(holder)
+        if self._has_second_copy(holder):
+            self.failing[holder] = Failover(name, "", self._clock())
+            return True
+        is_bare = holder in self._ring.protection.bare
+        keeper = None if is_bare else self._ring.keeper_of(holder)
+        self._ring.lose(holder)
+        if is_used and keeper is not None:
+            self.failing[holder] = Failover(name, self._fleet.peer(keeper), self._clock())
+            return True
+        self._ring.forget(holder)
+        if is_used:
+            self.figures.num_recomputed_holders += 1
+            logger.warning("no replica of %s: recomputed", name)
+        return False
+
+    def _has_second_copy(self, holder: HolderId) -> bool:
+        """Return True if any R-worker has a copy of a holder that a neighbour served, or
+        had just handed over."""
+        handover = self._handovers.get(holder)
+        if handover is not None and handover.asked_s is not None:
+            # The newcomer is lost before it has answered, and the neighbour has it all.
+            is_there = handover.source not in self._fleet.gone
+            if is_there:
+                self._fleet.placement.move(holder, handover.source)
+            self._cancel(holder)
+            return is_there
+        if not self._may_go_on(holder):
+            self._cancel(holder)
+            return False
+        return True
+
+    def _may_go_on(self, holder: HolderId) -> bool:
+        """Return True if a newcomer is there with a copy, complete or not."""
+        handover, places = self._handovers.get(holder), self.replacements
+        if handover is None or not handover.is_copying or handover.asked_s is not None:
+            return False
+        is_kept = holder not in self._ring.protection.bare
+        return is_kept and places is not None and places.has_made_way(holder)
+
+    def _cancel(self, holder: HolderId) -> None:
+        """End a handover whose newcomer is lost, or not wanted: the neighbour has the cache as
+        before."""
+        handover = self._handovers.pop(holder, None)
+        if handover is None:
+            return
+        if handover.is_copying:
+            self._ring.stop_copying(holder, handover.source)
+        if handover.asked_s is None and self.replacements is not None:
+            self.replacements.greet_again(holder)
+
+    def go_on(self, holder: HolderId) -> bool:
+        """Move a holder that is lost, or leaves the neighbour that served it, to the R-worker that
+        takes over. Return False if there is none."""
+        failover = self.failing.get(holder)
+        if failover is not None:
+            failover.drain_s = self._clock() - failover.noticed_s
+        if self._may_go_on(holder) and self.replacements is not None:
+            # The newcomer keeps the holder now, and is to be asked at once what it has.
+            self._handovers[holder].asked_s = self._clock()
+            self.replacements.admit(holder)
+            self._fleet.revive(holder, has_cache=False)
+        elif not self._stay(holder):
+            self.failing.pop(holder, None)
+            self._ring.forget(holder)
+            self.figures.num_recomputed_holders += 1
+            return False
+        return True
+
+    def _stay(self, holder: HolderId) -> bool:
+        """Leave a holder at the neighbour, or move it there. Return False if that is lost."""
+        if holder in self.adopted:
+            self._cancel(holder)
+            return not self._fleet.is_lost(holder)
+        keeper = self._ring.keeper_of(holder)
+        if keeper is None:
+            return False
+        self._fleet.placement.move(holder, keeper)
+        self._ring.restore(holder)
+        return True
+
+    def went_on(self, holder: HolderId, *, is_empty: bool) -> None:
+        """Take in that the R-worker that replaces a holder has reported what it has."""
+        failover = self.failing.pop(holder, None)
+        handover = self._handovers.pop(holder, None)
+        if handover is None and not is_empty:
+            self._ring.keep_again(holder)
+        if failover is not None:
+            since_s = failover.noticed_s + failover.drain_s
+            failover.resume_s = self._clock() - since_s
+            failover.keeper = self._fleet.peer(holder)
+            self.figures.failovers.append(failover)
+            logger.warning(
+                "%s goes on for %s, with the replica that it has kept",
+                failover.keeper,
+                failover.worker,
+            )
+        if handover is not None:
+            self._return(holder, handover, is_planned=failover is None)
+
+    def _return(self, holder: HolderId, handover: Handover, *, is_planned: bool) -> None:
+        """Take in that a holder is in its own place again."""
+        self._pauses.pop(holder, None)
+        self._ring.moved(holder, handover.source)
+        for message in self._fleet.told_first:
+            self._fleet.send(holder, message)
+        if not is_planned:
+            return
+        assert handover.leaves_s is not None and handover.asked_s is not None
+        names = self._fleet.peer(holder), self._fleet.peer(handover.source)
+        copy_s = handover.leaves_s - handover.since_s
+        drain_s = handover.asked_s - handover.leaves_s
+        now = self._clock()
+        spans = copy_s, drain_s, now - handover.asked_s
+        self.figures.returns.append(Return(*names, *spans, now))
+        logger.warning("%s goes on with the cache that %s had taken over", *names)
+
+    def give_up(self, holder: HolderId) -> None:
+        """Forget a holder of which nothing is left, lost or not: none need take it over."""
+        self.failing.pop(holder, None)
+        if holder in self.adopted:
+            self._ring.forget(holder)
+            self._fleet.placement.give_back(holder)
+        elif self._fleet.is_lost(holder):
+            self._ring.forget(holder)
+
+    def end_all(self) -> bool:
+        """End all failovers and replicas. Return True once all of that is over; until then, call
+        again."""
+        for holder in self.adopted | self.failing.keys():
+            self._cancel(holder)
+            self._fleet.placement.give_back(holder)
+        self.failing.clear()
+        return self._ring.make_way(())
+
+    def is_member(self, holder: HolderId) -> bool:
+        """Return True if a holder has a replica in the ring, or keeps another's."""
+        return self._ring.has(holder)
+
+    def mend(self, without: Collection[HolderId] = ()) -> None:
+        """Close the ring again over the present members, but for ``without``, once no
+        neighbour has anything of a lost one."""
+        if self.failing or self.adopted:
+            return
+        lost = self._fleet.lost
+        present = [one for one in self.circle if one not in lost]
+        there = [one for one in present if one not in without]
+        if present and not self._ring.is_closed_over(there) and self._ring.make_way(there):
+            self.figures.num_rings += self._counts_links
+            self._ring.close(there)
+            if len(there) > 1:
+                logger.warning("the ring of replicas is closed over %d R-workers", len(there))

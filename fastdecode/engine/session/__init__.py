@@ -1,1 +1,0 @@
-"""Runs that are cut off, and gone on with by another process."""
