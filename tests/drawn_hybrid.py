@@ -177,7 +177,7 @@ def judge(case: DrawnCase, *, error: float = 0.0, random: Random | None = None) 
     """Run a case both ways.
 
     Args:
-        error: what is predicted may be off by this part, for good; the rule is told so.
+        error: what is predicted may be off by this part, for good; the rule knows it.
         random: what predictions are drawn by.
     """
     alone = run(replace(case, blocks=(*([0] * (len(case.blocks) - 1)), case.blocks[-1])), None)[0]

@@ -8,7 +8,7 @@
     ├── ModelError                  a model directory can't be used                       (exit 2)
     │   ├── UnsupportedModelError   we don't implement this architecture or feature
     │   └── CheckpointError         its files are missing, broken or don't match the config
-    ├── RequestError                one request is bad; all others go on                  (exit 3)
+    ├── RequestError                one request is bad; all others continue               (exit 3)
     ├── CapacityError               out of KV blocks or memory; a refusal, never a crash
     ├── ProtocolError               a peer sent something that the protocol forbids
     └── WorkerError                 a worker failed, named by its rank or thread          (exit 4)
@@ -199,7 +199,7 @@ class CheckpointError(ModelError):
 
 
 class RequestError(FastDecodeError):
-    """One request is bad. It is answered with this error; every other request goes on."""
+    """One request is bad. It is answered with this error; every other request continues."""
 
     default_code = "invalid_request"
     exit_code = 3

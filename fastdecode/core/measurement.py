@@ -145,7 +145,7 @@ def _experts_text(spec: ModelSpec) -> str:
 
 
 ENOUGH: Final = 0.95
-"""Of the best rate."""
+"""Share of the best rate."""
 
 
 class SProfile(Measured, frozen=True, tag_field="kind", tag="s"):
@@ -193,9 +193,9 @@ class RProfile(Measured, frozen=True, tag_field="kind", tag="r"):
     num_workers: Count
     """R-workers of the host, which ran at the same time: they share its memory's bandwidth."""
     num_threads: Count
-    """Of each R-worker."""
+    """Threads of each R-worker."""
     memory_bytes: Count
-    """That the KV cache of each R-worker may take."""
+    """Bytes that the KV cache of each R-worker may take."""
     decode: Series[DecodePoint]
     """Of the slowest R-worker, each with so many sequences."""
     read_bytes_per_s: Series[Amount]
@@ -234,7 +234,7 @@ def read_profile(path: Path) -> Profile:
     """Read and check a profile file of any kind.
 
     Raises:
-        ConfigError: If there is no such file, or it is no valid profile; names the field.
+        ConfigError: If the file is missing, or not a valid profile; names the field.
     """
     tree = read_object(path, most_bytes=MAX_FILE_BYTES, refuse=partial(_broken, path))
     if tree.get("format") != FORMAT:

@@ -206,7 +206,7 @@ class SamplingParams(metaclass=_TakesOtherNames):
     """Stop strings don't count between these two at the text's beginning; an empty first one: the
     prompt ends inside. Chats set it by the model's reasoning format."""
     max_tokens: int | None = 16
-    """Most tokens to generate; None: until the model's limit."""
+    """Most tokens to generate. None: until the model's limit."""
     min_tokens: int = 0
     """EOS and stop ids can't be drawn before this many tokens; stop strings
     don't end the text before it."""
@@ -374,7 +374,7 @@ class CacheUse:
     salt: str = ""  # it shares with requests of the same salt only
     turn: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     """It is a turn of a conversation, whose earlier turns had so many leading tokens of its
-    prompt cached: its own last block is kept though it isn't full. None: it isn't."""
+    prompt cached: its own last block is kept though it isn't full. Otherwise None."""
 
     def __post_init__(self) -> None:
         salt: object = self.salt
@@ -384,7 +384,7 @@ class CacheUse:
 
     @classmethod
     def of(cls, cache: object, salt: object) -> CacheUse:
-        """From what a request says; None: it doesn't."""
+        """Read what a request says. None if it says nothing."""
         if cache not in (None, "on", "off"):
             raise RequestError(
                 Given("cache", cache), ': must be "on" or "off"', code="invalid_cache"
@@ -423,7 +423,7 @@ class Request:
     sources: Sources = ()
     """Where K and V of its prompt may be fetched."""
     hands_over: bool = False
-    """Its sequences go on elsewhere after ``max_tokens``, unless they are over
+    """Its sequences continue elsewhere after ``max_tokens``, unless they are over
     by then: K and V of the prompt are kept, and offered, until it is cancelled."""
     bad_words: tuple[Annotated[TokenIds, Meta(min_length=1)], ...] = ()
     """The tokens of ``params.bad_words``, a tuple for each way to write a word."""

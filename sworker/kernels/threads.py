@@ -30,7 +30,7 @@ from fastdecode.core.clock import Clock
 logger = logging.getLogger(__name__)
 
 WINDOW_S: Final = 0.1
-"""Looked at anew after so long."""
+"""Seconds between two looks."""
 MANY_WAIT: Final = 0.42
 """Seconds that threads waited for a core, in each second of two windows in a
 row, from which the cores count as wanted by others. Measured on two cores: 0.25
@@ -39,9 +39,9 @@ to 0.8 beside one that takes all it can get, with the brake and without."""
 FEW_WAIT: Final = 0.35
 """Below which they count as free again."""
 FIRST_HOLD_S: Final = 1.0
-"""So long the brake stays on at first, then it is tried without. A thread that
+"""Seconds for which the brake stays on at first, then it is tried without. A thread that
 sleeps and wakes can share a core with the thread that wakes it, and wait for that one:
-with the brake on, waiting alone doesn't say that others are there."""
+with the brake on, waiting alone doesn't tell of others."""
 LONGEST_HOLD_S: Final = 16.0
 """What doubling comes to, as long as it is found to be needed."""
 _TASKS: Final = Path("/proc/self/task")
@@ -145,7 +145,7 @@ def watch_idle_threads(library: str | None, num_threads: int, num_cores: int) ->
     to be done: one thread, another runtime than GNU's, or a system that doesn't tell who waits.
 
     Args:
-        library: the runtime's file; None: it isn't known.
+        library: The runtime's file, or None if it is unknown.
     """
     if num_threads < 2 or library is None or not Path(library).name.startswith("libgomp"):
         return None

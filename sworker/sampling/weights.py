@@ -26,7 +26,7 @@ GROUP = 256
 vocabulary's width is asked of groups first, then of the members of few of them."""
 
 FEW_ELEMENTS = 1 << 16
-"""Of so few, the greatest are found at once as quickly."""
+"""Up to this number, the greatest are found at once as quickly."""
 
 
 TIE = 2.0**-12
@@ -53,7 +53,7 @@ class Controls:
 def controls_of(
     states: Sequence[SamplingState], rows: NDArray[np.int64], device: torch.device
 ) -> Controls:
-    """Of these rows of a batch."""
+    """Controls of these rows of a batch."""
     chosen = [states[row] for row in rows]
     params = [state.params for state in chosen]
     temperatures = [max(p.temperature, _MIN_TEMPERATURE) for p in params]

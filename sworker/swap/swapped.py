@@ -51,7 +51,7 @@ MAX_RUNS = 4
 """Blocks side by side are copied run by run, by the device's copy engine, where
 there are so few runs."""
 SCATTERED_BYTES = 32 << 20
-"""Of blocks that are gathered at a time."""
+"""Bytes of blocks that are gathered at a time."""
 Blocks: TypeAlias = NDArray[np.int64]
 """Names of blocks, ascending, none twice."""
 
@@ -69,7 +69,7 @@ class Slot:
     is_unused: NDArray[np.bool_] = field(init=False)
     """Of those, what was copied in and no step has seen."""
     arrived: list[Event | None] = field(init=False)
-    """When copies in of each layer are done; None: they are."""
+    """When copies in of each layer are done. None if they are."""
     gathered: Event | None = None
     """When what was stored has been read."""
     leaving: Staged | None = None

@@ -112,7 +112,7 @@ class TensorEntry:
     num_bytes: int
     """On disk, scales and zero points included."""
     encoding: Encoding | None = None
-    """How it is encoded; None: it lies on disk as it is."""
+    """How it is encoded. None if it lies on disk as it is."""
 
     @property
     def files(self) -> set[Path]:
