@@ -58,7 +58,7 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.config.groups import Batching
 from fastdecode.core.delta import DeltaQueue
 from fastdecode.core.sequence import Request
-from fastdecode.engine.replanning.replanner import totals_of
+from fastdecode.engine.instances.replanning import totals_of
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.simulation.instance_time import InstanceTime
 

@@ -30,7 +30,7 @@ from fastdecode.core.model.families import ROWS
 from fastdecode.core.model.refused import REFUSED
 from fastdecode.core.model.rows import Row
 from fastdecode.core.vllm_names import OPTION_NAMES
-from fastdecode.engine.instances.status_report import status_to_json
+from fastdecode.engine.instances.client import status_to_json
 from fastdecode.engine.stats import EngineFigures, EngineStats, HolderFigures
 from fastdecode.server.link import StatusReport
 from fastdecode.server.metrics import Metrics

@@ -81,30 +81,20 @@ def check_counts(begin: BeginStep, cached: NDArray[np.int64]) -> None:
             )
 
 
-def check_array(
-    name: str, array: NDArray[np.generic], dtype: np.dtype[np.generic], shape: tuple[int, ...]
-) -> None:
-    if not isinstance(array, np.ndarray) or array.dtype != dtype:
-        raise ProtocolError(
-            f"{name} must be an array of {dtype}, not "
-            f"{getattr(array, 'dtype', type(array).__name__)}"
-        )
-    if array.shape != shape:
-        raise ProtocolError(
-            f"{name} has shape {list(array.shape)}, but {list(shape)} was announced"
-        )
-    if not array.flags.c_contiguous:
-        raise ProtocolError(f"{name} must be C-contiguous")
-
-
 def check_arrays(
     dtype: np.dtype[np.generic], *wanted: tuple[str, NDArray[np.generic], tuple[int, ...]]
 ) -> None:
-    """Check arrays by name and shape, at length only where one looks wrong."""
+    """Raise ProtocolError unless arrays, each by its name and shape, are as announced."""
     for name, array, shape in wanted:
-        is_right = type(array) is np.ndarray and array.dtype == dtype and array.shape == shape
-        if not is_right or not array.flags.c_contiguous:
-            check_array(name, array, dtype, shape)
+        if not isinstance(array, np.ndarray) or array.dtype != dtype:
+            found = getattr(array, "dtype", type(array).__name__)
+            raise ProtocolError(f"{name} must be an array of {dtype}, not {found}")
+        if array.shape != shape:
+            raise ProtocolError(
+                f"{name} has shape {list(array.shape)}, but {list(shape)} was announced"
+            )
+        if not array.flags.c_contiguous:
+            raise ProtocolError(f"{name} must be C-contiguous")
 
 
 def checked_keys(keys: NDArray[np.int64]) -> list[bytes]:

@@ -11,7 +11,7 @@ from mpi_launch import FASTDECODE, Running, running
 from news import NewsLLM
 
 from fastdecode import LLM
-from fastdecode.engine.instances.cluster import ClusterEngine
+from fastdecode.engine.instances.router import Router
 
 SILENCE_S = 2.0
 ENGINE = (
@@ -61,24 +61,24 @@ def controller(model: str, processes: list[Process], **options: Any) -> NewsLLM:
     return NewsLLM(model, instances=addresses, **{"worker_silence_s": SILENCE_S, **options})
 
 
-def engine(llm: LLM) -> ClusterEngine:
+def engine(llm: LLM) -> Router:
     found = llm._running.engine
-    assert isinstance(found, ClusterEngine)
+    assert isinstance(found, Router)
     return found
 
 
 def assert_all_is_free(llm: NewsLLM) -> None:
     """No instance has a sequence, or a block of one."""
     running = llm._running
-    routed_requests, dispatcher = engine(llm).routed_requests, engine(llm).router.dispatcher
-    assert not (routed_requests.by_request or routed_requests.by_run or routed_requests.by_job)
+    router, dispatcher = engine(llm), engine(llm).dispatcher
+    assert not (router.by_request or router.by_run or router.by_job)
     assert not any(queue.num_tokens for queue in dispatcher.prefill)
     assert not any(room.num_tokens or room.num_sequences for room in dispatcher.decode)
-    for number, each in enumerate(engine(llm).remote):
+    for number, each in enumerate(engine(llm).clients):
         if each.broken is None:
             assert llm.until(lambda number=number: _used(running, number) == 0)
 
 
 def _used(running: Any, number: int) -> int | None:
-    figures = running.engine.remote[number].figures()
+    figures = running.engine.clients[number].figures()
     return None if figures is None else sum(x.kv_blocks_used for x in figures.r_workers)

@@ -91,14 +91,14 @@ def limit_steps(path: Path) -> None:
     """From now on, in this process. An engine that may make no step obeys, and it looks
     after its R-workers where none of them owes an answer. Controllers of instances aren't
     limited."""
-    from fastdecode.engine.instances.controller import Controller
+    from fastdecode.engine.instances.router import Router
     from fastdecode.engine.service import EngineService
 
     steps, never, step = _Steps(path), threading.Event(), EngineService._step
 
     def limited(self: EngineService[Any]) -> None:
         engine = self.served.engine
-        if not self.has_work or isinstance(engine, Controller) or steps.take_one():
+        if not self.has_work or isinstance(engine, Router) or steps.take_one():
             step(self)
         else:
             never.wait(_LOOK_EVERY_S)

@@ -17,17 +17,14 @@ class NewsLLM(LLM):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._news = threading.Condition()
-        for name in ("heard", "lost", "came_back"):
-            hear = getattr(self._running, name)
-            setattr(self._running, name, self._followed_by_news(hear))
+        registry = self._running._registry
+        hear = registry.hear
 
-    def _followed_by_news(self, hear: Callable[..., Any]) -> Callable[..., Any]:
-        def hear_and_tell(*told: Any) -> Any:
-            answer = hear(*told)
-            self.service.look(lambda running: self._tell())  # behind what ``hear`` has posted
-            return answer
+        def hear_and_tell(most_s: float | None) -> None:
+            hear(most_s)
+            self._tell()
 
-        return hear_and_tell
+        registry.hear = hear_and_tell
 
     def _tell(self) -> None:
         with self._news:

@@ -22,8 +22,8 @@ from fastdecode.core.delta import Delta, DeltaQueue, Listener
 from fastdecode.core.errors import CapacityError, FastDecodeError
 from fastdecode.core.host.logs import keep_traces_out
 from fastdecode.core.sequence import Request, SamplingParams
-from fastdecode.engine.instances.engine_server import RequestLimits
-from fastdecode.engine.instances.status_report import status_to_json
+from fastdecode.engine.instances.client import status_to_json
+from fastdecode.engine.instances.server import RequestLimits
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.stats import EngineFigures, EngineStats, HolderFigures
 from fastdecode.server.link import Opening, Ready

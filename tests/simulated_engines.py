@@ -12,12 +12,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 from simulated_cluster import Network
-from trouble import Trouble, crash, give
+from trouble import Trouble, crash, crash_in_spawned, give
 
 from fastdecode.engine.fleet.replacements import HubReplacements
 from fastdecode.engine.setup import reach
@@ -159,6 +160,19 @@ class DeviceLosses(Losses):
             return attend(cache, *args)
 
         monkeypatch.setattr(PagedKV, "attend", counted)
+
+
+class SpawnedLosses(Losses):
+    """The same of an R-worker of an instance that is spawned."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, name: str, after: int, directory: Path
+    ) -> None:
+        self._path = directory.with_suffix(".lost")
+        crash_in_spawned(monkeypatch, {name: after}, self._path)
+
+    def num_lost(self) -> int:
+        return int(self._path.exists())
 
 
 class ThreadLosses(Losses):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from values import replace
 
+from fastdecode.engine.instances import spawned
 from fastdecode.engine.setup import workers
 from fastdecode.wire.messages import AttendResult
 from rworker.attention import AttentionExecutor
@@ -61,16 +64,36 @@ def give(
     starter: ModuleType = workers,
 ) -> None:
     """Have R-workers that ``starter`` starts from now on, by name, work with these."""
+    monkeypatch.setattr(starter, "start_worker_thread", _starting(executors))
 
+
+def _starting(executors: Mapping[str, Callable[[], AttentionExecutor]]) -> Callable[..., Any]:
     def start(name: str, **options: Any) -> WorkerThread:
         executor = executors[name]() if name in executors else None
         if executor is not None and executor.tiers._disk is None:
             executor.tiers = Tiers(options.get("disk"))
         return start_worker_thread(name, **options, executor=executor)
 
-    monkeypatch.setattr(starter, "start_worker_thread", start)
+    return start
 
 
 def crash_after(monkeypatch: pytest.MonkeyPatch, layers: Mapping[str, int]) -> None:
     """Have R-workers crash after so many layers each."""
     give(monkeypatch, {name: lambda after=after: Trouble(after) for name, after in layers.items()})  # type: ignore[misc]
+
+
+def crash_in_spawned(
+    monkeypatch: pytest.MonkeyPatch, layers: Mapping[str, int], path: Path
+) -> None:
+    """The same in instances that are spawned; ``path`` is made when the first crashes."""
+    boot = f"import trouble; trouble.crash_here({dict(layers)!r}, {str(path)!r}); {spawned._BOOT}"
+    monkeypatch.setattr(spawned, "_BOOT", boot)
+
+
+def crash_here(layers: Mapping[str, int], path: str) -> None:
+    def note_and_crash() -> None:
+        Path(path).touch()  # a peer may ask for more before the R-worker ends
+        crash()
+
+    executors = {x: partial(Trouble, after, note_and_crash) for x, after in layers.items()}
+    workers.start_worker_thread = _starting(executors)

@@ -204,8 +204,8 @@ def _load_and_serve(
 def _serve(
     args: argparse.Namespace, llm: LLM, http: HttpProcess, options: ServeOptions, signals: Signals
 ) -> Ending:
-    from fastdecode.engine.instances.engine_server import RequestLimits
-    from fastdecode.engine.instances.status_report import status_of
+    from fastdecode.engine.instances.client import status_of
+    from fastdecode.engine.instances.server import RequestLimits
     from fastdecode.measure.status_file import engine_status, status_file
     from fastdecode.server.link import Keys, Ready
     from fastdecode.server.serving import Bridge, Serving

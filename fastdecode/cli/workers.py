@@ -33,7 +33,7 @@ from fastdecode.wire.mpi.job import join
 from fastdecode.wire.mpi.ranks import InstanceRanks
 
 if TYPE_CHECKING:
-    from fastdecode.engine.instances.instance_server import InstanceServer
+    from fastdecode.engine.instances.server import InstanceServer
 
 MOST_FILES = 256
 """Files that an R-worker at an address may open: about 50 that it needs, and open connections."""
@@ -215,7 +215,7 @@ def _instance(args: argparse.Namespace) -> int:
         options["key"] = None
     config = EngineConfig.of(args.model, **options)
     with imports_for(f"{INSTANCE} (an S-worker)"):
-        from fastdecode.engine.instances.process import InstancePlace, serve_instance
+        from fastdecode.engine.instances.processes import InstancePlace, serve_instance
         from fastdecode.measure.status_file import engine_status, status_file
     check_paths(STANDARD, status=args.status)
     name = own.name or f"{socket.gethostname()} {own.bind.rpartition(':')[2]}"

@@ -38,6 +38,8 @@ class BegunTurn:
 
 
 class ReaderTurns:
+    """Turns of one reader. After one that fails, no more of its conversation begin."""
+
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
         self._lines: dict[str, deque[Turn]] = {}
@@ -153,13 +155,13 @@ class OpenTurns:
         place = line.index(turn)
         if has_failed:
             for each in line[place + 1 :]:
-                each.tell(after_a_failed_turn())
+                each.notify(after_a_failed_turn())
             del line[place + 1 :]
         del line[place]
         if not line:
             del self._lines[conversation_id]
         elif place == 0:
-            line[0].tell(None)
+            line[0].notify(None)
 
 
 class OpenTurn:
@@ -219,6 +221,6 @@ class OpenTurn:
                 self._turns.act(self._turns.conversations.leave, self.turn.conversation_id)
         self._turns.leave(self, has_failed=has_failed)
 
-    def tell(self, why_not: FastDecodeError | None) -> None:
+    def notify(self, why_not: FastDecodeError | None) -> None:
         if not self.is_due.done():
             self.is_due.set_result(why_not)

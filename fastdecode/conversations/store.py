@@ -202,18 +202,13 @@ def _replay(
 class Contents:
     path: str
     num_bytes: int
-    identity: str
-    """``identity_of`` the model, as hexadecimal digits."""
-    is_held: bool = False
-    """True if a process has the file open. Then nothing below is known."""
+    identity: str  # ``identity_of`` the model, as hexadecimal digits
+    is_held: bool = False  # a process has the file open, so nothing below is known
     conversations: int = 0
     turns: int = 0
-    tokens: int = 0
-    """Sum of the conversations' current lengths."""
-    over: int = 0
-    """Conversations that have ended. A digest of each id stays."""
-    last_active_s: float | None = None
-    """End of the latest turn, in seconds since 1970."""
+    tokens: int = 0  # sum of the conversations' current lengths
+    over: int = 0  # conversations that have ended, of whose ids digests stay
+    last_active_s: float | None = None  # end of the latest turn, in seconds since 1970
     damage: str | None = None
 
 

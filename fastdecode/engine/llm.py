@@ -62,7 +62,7 @@ from fastdecode.core.vllm_names import (
 )
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.engine.facts import facts_of
-from fastdecode.engine.instances.opening import make_service
+from fastdecode.engine.instances.cluster import make_service
 from fastdecode.engine.rank_roles import serve_other_rank
 from fastdecode.engine.request_stream import Arriving, RequestStreams
 from fastdecode.engine.service import EngineService, Snapshot

@@ -81,7 +81,7 @@ def _serve_r_worker(config: EngineConfig, **more: Any) -> None:
 
 def _serve_instance(config: EngineConfig, tell: Callable[[str], None]) -> NoReturn:
     with imports_for("an S-worker"):
-        from fastdecode.engine.instances.process import serve_instance_rank
+        from fastdecode.engine.instances.processes import serve_instance_rank
 
     let_rank_0_stop()
     _leave("the controller", is_alive=serve_instance_rank(config, tell))

@@ -135,6 +135,7 @@ class EngineService(Generic[T]):
         own_thread: False: the thread that calls ``open`` must also call ``take``, ``call``,
             ``drain`` and ``close``.
         in_callers_thread: Called before the engine is made, and before requests are queued.
+        inbox: Where its thread gets what others want. None for a queue.
     """
 
     def __init__(
@@ -143,13 +144,14 @@ class EngineService(Generic[T]):
         *,
         own_thread: bool = True,
         in_callers_thread: Callable[[], object] | None = None,
+        inbox: SimpleQueue[Callable[[], None]] | None = None,
     ) -> None:
         self._make = make
         self._in_callers_thread = in_callers_thread
         self._pid = os.getpid()
         # Waits are single calls in C: an interrupt leaves nothing half done,
         # and may come in a signal's handler.
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._inbox = inbox or SimpleQueue[Callable[[], None]]()
         self._made: SimpleQueue[BaseException | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         if own_thread:

@@ -87,6 +87,8 @@ class _Lines:
 
 @dataclass(frozen=True)
 class SimpleLines(_Lines):
+    """Simple lines, with parameters of the job."""
+
     defaults: SamplingParams
     """Parameters of lines that don't give them."""
     greedy: SamplingParams | None = None

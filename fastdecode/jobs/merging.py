@@ -32,10 +32,8 @@ _PART: Final = ".part"  # suffix of a file that is not whole yet
 class Merged:
     num_answers: int
     num_failed: int  # answers that are errors
-    num_missing: int
-    """Lines of the outputs' shards without an answer."""
-    missing_shards: int
-    """Shards without an output."""
+    num_missing: int  # lines of the outputs' shards without an answer
+    missing_shards: int  # shards without an output
 
 
 def merge(
@@ -55,8 +53,8 @@ def merge(
     num_missing = sum(each.num_lines for each in manifests) - len(numbers)
     if num_missing and not partial:
         raise ConfigError(
-            f"{num_missing} lines have no answer yet: go on with their jobs by --resume, or join "
-            "what is there by --partial"
+            f"{num_missing} lines have no answer yet: continue their jobs with --resume, or "
+            "join the others with --partial"
         )
     order = np.argsort(np.frombuffer(numbers, np.int64), kind="stable")
     twice = np.flatnonzero(np.diff(np.frombuffer(numbers, np.int64)[order]) == 0)
@@ -146,8 +144,8 @@ def _check_one_job(outputs: Sequence[Path], manifests: Sequence[Manifest], *, pa
         if Shard.of(manifest.shard).count != count:
             differences.append(f"shard {first.shard} and shard {manifest.shard}")
         if differences:
-            told = "\n".join(f"  {difference}" for difference in differences)
-            raise ConfigError(f"{outputs[0]} and {path} are not of one job:\n{told}")
+            listed = "\n".join(f"  {difference}" for difference in differences)
+            raise ConfigError(f"{outputs[0]} and {path} are not of one job:\n{listed}")
         if manifest.shard in seen:
             raise ConfigError(f"{seen[manifest.shard]} and {path} are both shard {manifest.shard}")
         seen[manifest.shard] = path
@@ -156,6 +154,6 @@ def _check_one_job(outputs: Sequence[Path], manifests: Sequence[Manifest], *, pa
         more = ", ..." if len(missing) > SHOWN_SHARDS else ""
         raise ConfigError(
             f"{len(missing)} shard(s) are missing: {', '.join(missing[:SHOWN_SHARDS])}{more}: name "
-            "their outputs, too, or join what is there by --partial"
+            "their outputs, too, or join the others with --partial"
         )
     return len(missing)

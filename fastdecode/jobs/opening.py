@@ -96,7 +96,7 @@ def _session(
         num_replicas=config.r_part.num_replicas,
     )
     if options.resume and (why := why_no_reuse(config)):
-        tell(f"going on without KV of the run before: {why}")
+        tell(f"resuming without KV of the run before: {why}")
     return session
 
 
@@ -226,8 +226,8 @@ def _begin(
     path, is_empty = Manifest.path_for(options.output), journal.is_empty
     if not (options.resume or options.overwrite or is_empty):
         raise ConfigError(
-            f"the output {options.output} exists: go on with its run by --resume, or throw it "
-            "away by --overwrite"
+            f"the output {options.output} exists: continue its run with --resume, or replace it "
+            "with --overwrite"
         )
     is_resumed = options.resume and not is_empty
     manifest = _manifest(options, config, lines, found)

@@ -35,21 +35,15 @@ class Survey:
     """Content of a file."""
 
     shard: Shard = WHOLE
-    num_lines: int = 0
-    """The shard's lines that aren't blank."""
-    num_in_file: int = 0
-    """All lines that aren't blank."""
-    last_line: int = 0
-    """Number of the last of them."""
+    num_lines: int = 0  # of the shard, blank ones left out
+    num_in_file: int = 0  # of the file, blank ones left out
+    last_line: int = 0  # number of the last of them
     sha256: str = ""
-    duplicates: LineSet = field(default_factory=LineSet)
-    """Lines whose id an earlier line has."""
+    duplicates: LineSet = field(default_factory=LineSet)  # lines whose id an earlier line has
     bad: LineSet = field(default_factory=LineSet)
     """Lines that can't be answered, duplicates among them."""
-    num_untokenizable: int = 0
-    """Bad lines with text, for which there is no tokenizer."""
-    num_turns: int = 0
-    """The shard's lines that are turns of conversations."""
+    num_untokenizable: int = 0  # bad lines with text, for which there is no tokenizer
+    num_turns: int = 0  # the shard's lines that are turns of conversations
     complaints: dict[str, tuple[int, str, int]] = field(default_factory=dict)
     """Problem without its numbers → first line with it, its text, and the number of lines."""
 
@@ -85,7 +79,7 @@ class Survey:
         return ConfigError(
             f"{len(self.bad)} of the {self.num_in_file} lines of {source} are bad; nothing was "
             f"run:{shown}{more}\n"
-            f"mend them, or have each answered with its error by --on-error skip",
+            f"correct them, or have each answered with its error: --on-error skip",
             code="invalid_input",
         )
 

@@ -37,7 +37,7 @@ def engine_status(
     figures: dict[str, Any] = {}
 
     def look(is_over: bool) -> tuple[str, Mapping[str, Any]]:
-        from fastdecode.engine.instances.status_report import status_of
+        from fastdecode.engine.instances.client import status_of
 
         def take(running: Any) -> None:
             nonlocal figures

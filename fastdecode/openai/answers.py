@@ -28,7 +28,7 @@ class AnswerHead:
 def answer_body(
     request: BodyRequest, outputs: Sequence[RequestOutput], codec: TextCodec, head: AnswerHead
 ) -> dict[str, Any]:
-    """Return a completion's or a chat's object. There is an output for each prompt, no error."""
+    """Return a completion's or a chat's body. Each prompt has one of ``outputs``, no error."""
     writer = ChoiceWriter(request, codec, head)
     body = {
         **writer.head("chat.completion"),
@@ -152,7 +152,7 @@ class ChoiceWriter:
     def logprobs(
         self, steps: Sequence[TokenLogprob], offsets: Sequence[int]
     ) -> Mapping[str, Any] | None:
-        """Return those of consecutive tokens, which begin at ``offsets``. Chats have none."""
+        """Return the logprobs of consecutive tokens. They begin at ``offsets``, but in chats."""
         if self.request.is_chat:
             return {"content": [self._chat_step(step) for step in steps], "refusal": None}
         return {

@@ -115,21 +115,17 @@ class BodyRequest:
     params: SamplingParams
     is_chat: bool
     model: str | None = None
-    want_token_ids: bool = False
-    """Answer with the tokens' ids, too."""
+    want_token_ids: bool = False  # answer with the tokens' ids, too
     stream: StreamOptions | None = None
     """How to answer token by token. None to answer at once."""
     cache: CacheUse = SHARED
-    conversation_id: str | None = None
-    """The conversation that the prompt continues."""
-    format_field: str | None = None
-    """The field of the body that says what the answer must look like."""
+    conversation_id: str | None = None  # the conversation that the prompt continues
+    format_field: str | None = None  # the field that says what the answer must look like
     answer_format: AnswerFormat | None = None
     """What a chat's answer may have besides plain text. None if nothing."""
     echo: Mapping[str, Any] | None = None
     """What a response repeats of its request. None if it isn't for a response."""
-    line_id: str | int = ""
-    """The id of the line that has the body, in a file of lines."""
+    line_id: str | int = ""  # the id of the line that has the body, in a file of lines
 
     @property
     def prompt_field(self) -> str:
@@ -141,10 +137,8 @@ class BodyRequest:
 
 @dataclass(frozen=True)
 class StreamOptions:
-    include_usage: bool = False
-    """Send the usage in a chunk of its own at the end."""
-    continuous_usage: bool = False
-    """Send the usage so far in every chunk."""
+    include_usage: bool = False  # in a chunk of its own at the end
+    continuous_usage: bool = False  # in every chunk, so far
 
 
 @dataclass(frozen=True)

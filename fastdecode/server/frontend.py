@@ -150,8 +150,8 @@ def _room_for_connections(wanted: int) -> int:
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
     most = max(1, soft - SPARE_FILES)
-    text = "more than %d connections are refused, too few files may be open (--max-connections %d)"
-    text += ": raise ulimit -n"
+    text = "at most %d connections are accepted, not --max-connections %d: too few files may be "
+    text += "open, so raise ulimit -n"
     logger.warning(text, most, wanted)
     return most
 
@@ -208,16 +208,16 @@ class _Frontend:
         front = self._front
         try:
             while (message := await self._channel.receive()) is not None:
-                self._obey(message)
+                self._handle(message)
         except ProtocolError as error:
             logger.error("%s", error)
         except Exception:
-            logger.exception("the engine's process can't be followed any more")
+            logger.exception("the connection to the engine's process failed")
         front.outlook.is_lost = True
         self._cut(WorkerError("the engine's process has ended", code="engine_lost"))
         await self._until_answered()
 
-    def _obey(self, message: object) -> None:
+    def _handle(self, message: object) -> None:
         front = self._front
         match message:
             case link.Deltas(deltas):
@@ -242,7 +242,7 @@ class _Frontend:
                 if self._ending is None:
                     self._ending = asyncio.create_task(self._end())
             case _:
-                raise ProtocolError(f"the engine's process said {type(message).__name__}")
+                raise ProtocolError(f"the engine's process sent {type(message).__name__}")
 
     async def _end(self) -> None:
         await self._until_answered()

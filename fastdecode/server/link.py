@@ -185,7 +185,7 @@ class AsyncChannel:
             self._writer.write(_LENGTH.pack(len(raw)) + raw)
 
     async def receive(self) -> ServerMessage | None:
-        """Return the next message, or None if the other end is gone. Raises ProtocolError, too."""
+        """Return the next message, or None at the end. Raises ProtocolError: If unreadable."""
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if not 0 <= length <= MAX_MESSAGE_BYTES:

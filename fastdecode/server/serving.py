@@ -20,7 +20,7 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.delta import DeltaQueue
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, RequestError
 from fastdecode.core.host.processes import python_command
-from fastdecode.engine.instances.engine_server import EngineServer, RequestLimits
+from fastdecode.engine.instances.server import EngineServer, RequestLimits
 from fastdecode.engine.service import EngineService
 from fastdecode.server import link
 from fastdecode.server.options import KEYS_VARIABLE
@@ -66,7 +66,7 @@ class HttpProcess:
                     raise OSError
         except OSError:
             self.close()
-            raise FastDecodeError("the HTTP process ended at once: see its last words") from None
+            raise FastDecodeError("the HTTP process ended at once: see its messages") from None
         except BaseException:
             self.close()
             raise
@@ -84,9 +84,9 @@ class Bridge(threading.Thread):
     """Serves an engine to the HTTP process from ``start`` on, until the channel is closed.
 
     Args:
-        figures: Of the engine, for status reports. Its thread calls this between two steps.
-        silence_s: The HTTP process answers each status report, twice a second. If an answer takes
-            longer than this, nothing is read: the process was stopped, or hangs.
+        figures: Returns the engine's figures. The engine's thread calls it between two steps.
+        silence_s: Longest wait for the answer to a status report, which is sent twice a second.
+            After that the HTTP process counts as silent: it was stopped, or hangs.
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class Bridge(threading.Thread):
                 self._send_all()
                 message = self._channel.receive(self.server.wait_s)
                 if message is not None:
-                    self._obey(message)
+                    self._handle(message)
         except OSError:
             pass  # the other end is gone
         except ProtocolError as error:
             logger.error("%s", error)
         except Exception:
-            logger.exception("the HTTP process can't be talked to any more")
+            logger.exception("the connection to the HTTP process failed")
         finally:
             self.is_gone.set()
             self.is_open.set()
@@ -155,7 +155,7 @@ class Bridge(threading.Thread):
                 self._owes_answer, self.report = True, message
             self._channel.send(message)
 
-    def _obey(self, message: link.ServerMessage) -> None:
+    def _handle(self, message: link.ServerMessage) -> None:
         self._owes_answer, self._was_heard = False, True
         match message:
             case link.StatusAck():
@@ -166,7 +166,7 @@ class Bridge(threading.Thread):
                 self.num_cut = num_cut
                 self.drained.set()
             case _:
-                raise ProtocolError(f"the HTTP process said {type(message).__name__}")
+                raise ProtocolError(f"the HTTP process sent {type(message).__name__}")
 
 
 class ActivityLines:

@@ -48,13 +48,10 @@ CHAT: Final = ChatOptions()
 
 @dataclass(frozen=True)
 class ChatFormat:
-    tools: ToolFormat | None = None
-    """None if it writes no known calls."""
+    tools: ToolFormat | None = None  # None if it writes no known calls
     reasoning: ReasoningFormat | None = None
-    takes_tools: bool = False
-    """The chat template has a place for tools."""
-    special: Mapping[str, int] = field(default_factory=dict)
-    """Ids of special tokens, by name."""
+    takes_tools: bool = False  # the chat template has a place for tools
+    special: Mapping[str, int] = field(default_factory=dict)  # ids of special tokens, by name
     style: MessageStyle = field(default_factory=MessageStyle)
 
     @classmethod
@@ -147,8 +144,7 @@ class AnswerFormat:
 
     reasoning: ReasoningFormat | None = None
     tools: ToolFormat | None = None
-    schemas: ToolSchemas = field(default_factory=dict)
-    """Schemas of the tools that may be called."""
+    schemas: ToolSchemas = field(default_factory=dict)  # of the tools that may be called
     most_one: bool = False
 
     def parser(self, codec: TextCodec, prompt_token_ids: Sequence[int]) -> PartsParser:
@@ -237,8 +233,7 @@ PartsParser: TypeAlias = "AnswerParser | HarmonyParser"
 
 @dataclass
 class ParsedAnswer:
-    content: str | None = ""
-    """The text. None if there are calls alone."""
+    content: str | None = ""  # the text, or None if there are calls alone
     reasoning: str | None = None
     calls: list[ToolCall] = field(default_factory=list)
 

@@ -21,20 +21,15 @@ class MessageStyle:
     """What a chat template makes of messages, found out by rendering some. Instructions are those
     of ``system`` and ``developer``."""
 
-    id_chars: int = 0
-    """Characters in the id of a call. 0 allows any number."""
+    id_chars: int = 0  # of a call; 0 allows any number
     parts: frozenset[str] = frozenset()
     """Roles whose contents are lists of parts; those of others are texts."""
-    joint: str = "\n"
-    """What stands between the texts of several parts."""
-    has_developer: bool = False
-    """It knows the role ``developer``; else such messages are of ``system``."""
-    joins_system: bool = False
-    """Several instructions at the beginning become one."""
+    joint: str = "\n"  # between the texts of several parts
+    has_developer: bool = False  # else messages of ``developer`` become those of ``system``
+    joins_system: bool = False  # several instructions at the beginning become one
     folds: Literal["none", "late", "all"] = "none"
     """Which instructions it leaves out: their texts begin the next user message."""
-    lost: frozenset[str] = frozenset()
-    """Roles whose messages it leaves out."""
+    lost: frozenset[str] = frozenset()  # roles whose messages it leaves out
 
     @classmethod
     def of(cls, probe: Probe, id_chars: int = 0, content_format: str = "auto") -> MessageStyle:
@@ -273,12 +268,9 @@ def with_objects(messages: Sequence[Message]) -> list[Message]:
 class Rendering:
     """How a chat template writes a conversation."""
 
-    add_generation_prompt: bool = True
-    """End with what begins the assistant's turn."""
-    continue_final_message: bool = False
-    """End where the last message's text ends."""
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    """More names for the template."""
+    add_generation_prompt: bool = True  # end with what begins the assistant's turn
+    continue_final_message: bool = False  # end where the last message's text ends
+    variables: Mapping[str, Any] = field(default_factory=dict)  # more names for the template
     tools: Sequence[Mapping[str, Any]] = ()
     """Tools that the model may call, as OpenAI's API has them."""
     style: MessageStyle | None = None

@@ -278,11 +278,16 @@ def _compiled(source: str) -> Any:
         raise Refusal("it is nested too deeply" if is_deep else str(error)) from None
 
 
-def _tojson(value: Any, *given: Any, **named: Any) -> str:
-    """Write JSON for a template. The options have these names, or stand in this order."""
-    names = ("ensure_ascii", "indent", "separators", "sort_keys")
-    options = {"ensure_ascii": False, **dict(zip(names, given, strict=False)), **named}
-    return json.dumps(value, **options)
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _answered(answer: Answer, question: dict[str, Any]) -> bytes:

@@ -168,8 +168,7 @@ class SequenceText:
     the sequence by its id (EOS, ``stop_token_ids``) goes to ``append_last``."""
 
     detokenizer: Detokenizer
-    stop: Sequence[str] = ()
-    """The text ends before the first of these to appear."""
+    stop: Sequence[str] = ()  # the text ends before the first of these to appear
     min_tokens: int = 0
     """A stop string that is complete before this many tokens doesn't count."""
     stop_ids: Mapping[int, str] = field(default_factory=dict)
@@ -179,14 +178,11 @@ class SequenceText:
     """The text has the stop string that ended it, and what ``append_last`` adds."""
     reasoning: ReasoningSplitter | None = None
     """Finds the reasoning, in which no stop string counts. None after its end."""
-    stopped_by: str | None = None
-    """The stop string that ended the text."""
-    _undecided: str = ""
-    """Text that may become the mark of reasoning."""
+    stopped_by: str | None = None  # the stop string that ended the text
+    _undecided: str = ""  # text that may become the mark of reasoning
     _num_tokens: int = 0
     _pieces: list[str] = field(default_factory=list)
-    _tail: str = ""
-    """The end of the text, in which a stop string may have begun."""
+    _tail: str = ""  # the text's end, in which a stop string may have begun
     _num_peeked: int = 0
     """Characters of the text that is held back that earlier tokens have been judged by."""
     _is_over: bool = False

@@ -21,8 +21,7 @@ class ReasoningFormat:
     end: str
     has_special_marks: bool = False
     """The marks are special tokens, which a text has only if it is asked for them."""
-    has_channels: bool = False
-    """Answers are messages of gpt-oss."""
+    has_channels: bool = False  # answers are messages of gpt-oss
     state: State | None = None
     """Where all prompts leave the model. None if their ends say it."""
 

@@ -191,26 +191,19 @@ class ToolFormat:
     """How a family of models writes calls: JSON objects after a mark by default."""
 
     name: str
-    begin: str
-    """Before a call, or before all of them."""
+    begin: str  # before a call, or before all of them
     end: str = ""
-    arguments: str = "arguments"
-    """The key of the arguments, after ``name``."""
-    is_list: bool = False
-    """All calls are one JSON list."""
+    arguments: str = "arguments"  # the key of the arguments, after ``name``
+    is_list: bool = False  # all calls are one JSON list
     name_end: str = ""
     """If set, the name precedes the arguments' object, with this mark between them."""
     takes_name: bool = False
     """A name before the arguments' object is read, with or without ``[ARGS]``."""
-    begins_bare: bool = False
-    """An answer may begin with a call that has no mark."""
-    id_chars: int = 0
-    """Letters and digits in a call's id. 0 allows any number."""
+    begins_bare: bool = False  # an answer may begin with a call that has no mark
+    id_chars: int = 0  # letters and digits in a call's id; 0 allows any number
     tags: Tags | None = None
-    is_python: bool = False
-    """Calls are a Python list. JSON objects are read, too."""
-    has_channels: bool = False
-    """Calls are messages of gpt-oss."""
+    is_python: bool = False  # calls are a Python list, but JSON objects are read, too
+    has_channels: bool = False  # calls are messages of gpt-oss
 
 
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {

@@ -23,7 +23,7 @@ from fastdecode.wire.blocks import (
 )
 from rworker.blocks.appending import Appended
 from rworker.cache_state import CacheState
-from rworker.checks import check_array
+from rworker.checks import check_arrays
 from rworker.stream.chunks import ChunkShape, layout_of, sides_of
 
 _BYTES: Final = np.dtype(np.uint8)
@@ -62,7 +62,7 @@ def store_chunk(books: CacheState, chunk: StoreChunk) -> NDArray[np.int64]:
     if chunk.kv != hello.kv:
         raise ProtocolError(f"the chunk is for a cache of {chunk.kv}, this one is of {hello.kv}")
     pieces, num_bytes = _checked(books, chunk)
-    check_array("data", chunk.data, _BYTES, (num_bytes,))
+    check_arrays(_BYTES, ("data", chunk.data, (num_bytes,)))
     if len({sequence for sequence, _, _ in pieces}) < len(pieces):
         raise ProtocolError("a chunk has one piece of a sequence at most")
     layers, heads = sides_of(chunk)

@@ -162,9 +162,8 @@ def measure_disk(directory: Path, *, num_blocks: int = 8, block_bytes: int = 8 <
             buffer[:] = 7
             started = time.perf_counter()
             for number in range(num_blocks):
-                slot = slots.take_slot()
-                assert slot is not None
-                slots.write(slot, number.to_bytes(16, "little"), 1, buffer, (0,))
+                is_stored = slots.write(number.to_bytes(16, "little"), 1, buffer, (0,))
+                assert is_stored
             written = time.perf_counter()
             for slot in range(num_blocks):
                 slots.read(slot, 0, buffer)

@@ -431,11 +431,9 @@ class Mover(LowerTier):
         checksums = tuple(map(crc32, data))
         buffer[num_layers * size :] = 0
         try:
-            slot = slots.take_slot()
-            if slot is None:
+            key, num_tokens = job.keys[unit.index], job.num_tokens[unit.index]
+            if not slots.write(key, num_tokens, buffer, checksums):
                 return False
-            tokens = job.num_tokens[unit.index]
-            slots.write(slot, job.keys[unit.index], tokens, buffer, checksums)
         except OSError as error:
             self.health.note_unwritten(error)
             return False

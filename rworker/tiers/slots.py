@@ -77,38 +77,28 @@ class SlotFile:
             return sorted(self._entries.values(), key=lambda entry: entry.generation)
 
     def take_slot(self) -> int | None:
-        """Take a slot to be written, whose entry is cleared. None if all are taken.
-
-        Raises:
-            OSError: If the entry can't be cleared.
-        """
+        """Take a slot to be written. None if all are taken."""
         with self._lock:
-            if not self._free:
-                return None
-            slot = self._free.pop()
-        try:
-            self._clear_entry(slot)
-        except OSError:
-            self.give_back(slot)
-            raise
-        return slot
+            return self._free.pop() if self._free else None
 
     def give_back(self, slot: int) -> None:
         with self._lock:
             self._free.append(slot)
 
-    def write(
-        self, slot: int, key: bytes, num_tokens: int, data: Bytes, checksums: tuple[int, ...]
-    ) -> None:
-        """Fill a slot that was taken.
+    def write(self, key: bytes, num_tokens: int, data: Bytes, checksums: tuple[int, ...]) -> bool:
+        """Store a block. Return False if all slots are taken.
 
         Args:
             data: data of a whole slot, from ``page_buffer``.
 
         Raises:
-            OSError: If it can't be written. The slot was given back.
+            OSError: If it can't be written.
         """
+        slot = self.take_slot()
+        if slot is None:
+            return False
         try:
+            self._clear_entry(slot)
             _write_whole(self._data_fd, data, self._at(slot))
             with self._lock:
                 self._generation += 1
@@ -126,6 +116,7 @@ class SlotFile:
             with contextlib.suppress(OSError):  # else the later one counts
                 self._clear_entry(before)
             self.give_back(before)
+        return True
 
     def find(self, key: bytes) -> tuple[int, Entry] | None:
         """Return the slot and the entry of a block."""

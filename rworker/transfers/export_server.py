@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -21,7 +21,7 @@ from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
 from fastdecode.wire.mpi.ranks import link_address
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import CLOSED, Connection, Hub, PeerLostError
-from rworker.transfers.neighbours import Neighbours
+from rworker.transfers.neighbours import NeighbourConnection, Neighbours
 
 if TYPE_CHECKING:
     from fastdecode.wire.mpi.job import MpiJob
@@ -74,8 +74,7 @@ class ExportServer(threading.Thread):
         self._whose = name
         self._worker = worker
         self._inside = _Inside(self._listener.wake)
-        self._within: dict[int, InprocConnection[ToRWorker, FromRWorker]] = {}
-        """By a reader's number at the listener."""
+        self._within: dict[int, InprocConnection[ToRWorker, FromRWorker]] = {}  # by reader
         self._outside: dict[int, Connection[FromRWorker, ToRWorker]] = {}
         """By its number within."""
         self._is_closing = False
@@ -155,14 +154,24 @@ class ExportServer(threading.Thread):
             outside.close()
 
 
+class _Neighbours:
+    """Reaches R-workers of this process without a transport, and others over ZeroMQ."""
+
+    def __init__(self, here: Mapping[str, InprocHub[FromRWorker, ToRWorker]], hub: ZmqHub) -> None:
+        self._here = here
+        self._hub = hub
+
+    def open(self, address: str) -> NeighbourConnection:
+        if address not in self._here:
+            return self._hub.open(address)
+        here, _ = connect(InprocHub(), "a neighbour", self._here[address], f"R-worker {address}")
+        return here
+
+
 class ExportServers:
     """The export servers of an engine's R-workers over ZeroMQ. Close them once those have ended.
 
-    Args:
-        address: tcp://HOST:PORT of the first one, the next ones' ports follow
-            upon it; or the port is * for any that are free.
-        key: of the cluster; None: this host only.
-        silence_s: who gives no sign of life for so long is lost.
+    ``address``: tcp://HOST:PORT of the first one. The next ports follow, or * stands for free ones.
     """
 
     def __init__(self, address: str, key: ClusterKey | None, silence_s: float = 5.0) -> None:
@@ -171,15 +180,11 @@ class ExportServers:
         self._silence_s = silence_s
         self._servers: dict[str, ExportServer] = {}
         self._addresses: dict[str, str] = {}
+        self._hubs: dict[str, InprocHub[FromRWorker, ToRWorker]] = {}  # by address
         self._ways: list[ZmqHub] = []
 
     def add(self, name: str, hub: InprocHub[FromRWorker, ToRWorker]) -> Neighbours:
-        """See ``rworker.transfers.neighbours.Neighbourhood``.
-
-        Raises:
-            ConfigError: the address is none, is in use, or may not be used without
-                a key.
-        """
+        """Raises ConfigError: If the address is in use, or can't be used, as without a key."""
         from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener
 
         address, silence_s = f"{self._host}:{self._next_port()}", self._silence_s
@@ -187,10 +192,11 @@ class ExportServers:
             address, name, key=self._key, silence_s=silence_s, most_peers=_READERS
         )
         self._addresses[name] = listener.address
+        self._hubs[listener.address] = hub
         self._servers[name] = ExportServer(name, listener, hub)
         self._servers[name].start()
         self._ways.append(ZmqHub(self._key, silence_s=silence_s))
-        return self._ways[-1]
+        return _Neighbours(self._hubs, self._ways[-1])
 
     def address_of(self, name: str) -> str:
         """Where others reach an R-worker."""
@@ -216,13 +222,8 @@ class ExportServers:
 
 
 class RankExports:
-    """Of the KV cache on the device of an S-worker, which is a rank of an MPI job. Close it
-    once the engine has ended.
-
-    Args:
-        job: this process's part in the job.
-        silence_s: a rank that is read, and gives no sign of life for so long, is lost.
-    """
+    """The export server of an S-worker's device, which is a rank of an MPI job. Close it once the
+    engine has ended."""
 
     def __init__(self, job: MpiJob, silence_s: float) -> None:
         self._job = job
@@ -230,7 +231,6 @@ class RankExports:
         self._opened = ExitStack()
 
     def add(self, name: str, hub: InprocHub[FromRWorker, ToRWorker]) -> Neighbours:
-        """See ``rworker.transfers.neighbours.Neighbourhood``: once, as it has one cache."""
         from fastdecode.wire.mpi.hub import MpiNeighbours, RWorkerHub
 
         neighbours = MpiNeighbours(self._job, self._silence_s)

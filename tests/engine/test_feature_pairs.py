@@ -15,6 +15,7 @@ from simulated_engines import (
     DeviceLosses,
     Losses,
     SimulatedCluster,
+    SpawnedLosses,
     ThreadLosses,
 )
 from trouble import Trouble, crash, give
@@ -166,9 +167,11 @@ def test_a_loss_changes_no_token(
     if kind is DeviceLosses:
         cluster = DeviceLosses(monkeypatch, AFTER)
     elif kind is ThreadLosses:
-        whose = "d0-" if {one, other} & {"instances", "prompt stages"} else ""
-        whose += f"s{stage}-" if stage else ""
-        cluster = ThreadLosses(monkeypatch, f"{whose}r1", AFTER)
+        whose = f"s{stage}-r1" if stage else "r1"
+        if {one, other} & {"instances", "prompt stages"}:
+            cluster = SpawnedLosses(monkeypatch, f"d0-{whose}", AFTER, tmp_path)
+        else:
+            cluster = ThreadLosses(monkeypatch, whose, AFTER)
     elif kind is SimulatedCluster:
         has_disk = "replicas on disk" in (one, other)
         cluster = SimulatedCluster(monkeypatch, (stage, 1), AFTER, has_disk=has_disk)
@@ -200,8 +203,10 @@ def test_a_loss_changes_no_token_of_a_device_beside_r_workers_that_share_heads(
     expected = plain(options | {"kv_placement": "r"})
     cluster: Losses
     if THREADED & {other} or other == "replicas":  # simulated time passes only for who waits
-        whose = "d0-" if other == "instances" else ""
-        cluster = ThreadLosses(monkeypatch, f"{whose}r1", AFTER)
+        if other == "instances":
+            cluster = SpawnedLosses(monkeypatch, "d0-r1", AFTER, tmp_path)
+        else:
+            cluster = ThreadLosses(monkeypatch, "r1", AFTER)
     else:
         has_disk = other == "replicas on disk"
         cluster = SimulatedCluster(monkeypatch, (0, 1), AFTER, has_disk=has_disk)

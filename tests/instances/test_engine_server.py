@@ -12,7 +12,7 @@ from values import replace
 
 from fastdecode.core.delta import Delta
 from fastdecode.core.sequence import Request, SamplingParams
-from fastdecode.engine.instances.engine_server import EngineServer, RequestLimits
+from fastdecode.engine.instances.server import EngineServer, RequestLimits
 from fastdecode.engine.service import EngineService, Snapshot
 from fastdecode.wire.instances import (
     Deltas,

@@ -32,8 +32,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.sequence import Request
-from fastdecode.engine.instances.addresses import InstanceListener
-from fastdecode.engine.instances.connections import Heartbeat
+from fastdecode.engine.instances.processes import listen
 from fastdecode.wire.instances import Deltas, InstanceHello, InstanceWelcome, Submit
 from fastdecode.wire.transport import TIMEOUT, PeerLostError
 
@@ -50,19 +49,6 @@ def two(model: str) -> Iterator[list[Process]]:
         model, "prefill", "decode", options=("--worker-silence-s", PATIENT)
     ) as processes:
         yield processes
-
-
-def test_only_time_in_which_somebody_listened_is_quiet() -> None:
-    now = [0.0]
-    quiet = Heartbeat(2, lambda: now[0])
-    now[0] = 0.75
-    assert quiet.look() == [0.75, 0.75]
-    now[0] = 500.0  # the controller was stopped
-    quiet.hear(1)
-    assert quiet.look() == [1.75, 1.0]
-    quiet.hear(0)
-    now[0] = 500.5
-    assert quiet.look() == [0.5, 1.5]
 
 
 def test_an_engine_that_hangs_in_a_process_that_lives_is_gone_on_without(
@@ -85,13 +71,13 @@ def test_an_engine_that_hangs_in_a_process_that_lives_is_gone_on_without(
                 outputs = llm.generate(asked, how)
                 assert not any(output.error for output in outputs)
                 assert tokens(outputs) == tokens(one.generate(asked, how))
-                assert llm.until(lambda: engine(llm).remote[0].broken is not None)
-                why = engine(llm).remote[0].broken
+                assert llm.until(lambda: engine(llm).clients[0].broken is not None)
+                why = engine(llm).clients[0].broken
                 assert isinstance(why, WorkerError) and why.code == TIMEOUT
                 assert hurt.job.process.is_running()
             finally:
                 r_worker.process.send_signal(signal.SIGCONT)
-            assert llm.until(lambda: engine(llm).remote[0].broken is None)
+            assert llm.until(lambda: engine(llm).clients[0].broken is None)
             assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
             assert_all_is_free(llm)
 
@@ -105,7 +91,7 @@ LIES: dict[str, Lie] = {
     "deep lists": lambda liar, request: RawDeltas(Raw(b"\x91" * 100_000 + b"\x01")),
     "another welcome": lambda liar, request: liar.welcome(),
 }
-"""One of each kind. ``test_claims.py`` and ``test_status_figures.py`` have the others."""
+"""One of each kind. ``test_trust.py`` and ``test_status_figures.py`` have the others."""
 
 
 class Liar(threading.Thread):
@@ -117,7 +103,7 @@ class Liar(threading.Thread):
         self._lie = lie
         self._max_model_len = max_model_len
         self._hash = open_checkpoint(model).model_hash
-        self._listener = InstanceListener("tcp://127.0.0.1:*", "liar", silence_s=float(PATIENT))
+        self._listener = listen("tcp://127.0.0.1:*", "liar", None, float(PATIENT))
         self.address = self._listener.address
         self.greeted = 0
         self.may_welcome = threading.Event()
@@ -169,10 +155,10 @@ def test_an_instance_that_lies_is_lost_alone_and_may_come_back(
         with controller(model, [lies, *two], worker_silence_s=float(PATIENT)) as llm:
             outputs = llm.generate(asked, how)
             assert answers(outputs) == answers(one.generate(asked, how))
-            assert llm.until(lambda: engine(llm).remote[0].broken is not None)
-            assert not any(each.turn for each in engine(llm).remote[1:])
+            assert llm.until(lambda: engine(llm).clients[0].broken is not None)
+            assert not any(each.num_returns for each in engine(llm).clients[1:])
             liar.may_welcome.set()
-            assert llm.until(lambda: engine(llm).remote[0].broken is None)
+            assert llm.until(lambda: engine(llm).clients[0].broken is None)
             assert liar.greeted >= 2
     finally:
         liar.end()

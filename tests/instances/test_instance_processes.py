@@ -10,7 +10,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -41,7 +40,8 @@ from fastdecode.core.delta import OutputFold
 from fastdecode.core.errors import ConfigError, RequestError, WorkerError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
-from fastdecode.engine.instances.addresses import InstanceHub, greet
+from fastdecode.engine.instances.cluster import connect
+from fastdecode.engine.instances.registry import greet
 from fastdecode.wire.instances import Deltas, InstanceHello, Submit
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
 
@@ -124,9 +124,10 @@ def test_nonsense_ends_the_controller_that_says_it(
     model_hash = open_checkpoint(model).model_hash
     hello = InstanceHello(PROTOCOL_VERSION, model_hash)
     for said in ("no requests", [[1, 2]], 7):
-        hub = InstanceHub([four[0].address], None, SILENCE_S)
+        hub = connect([four[0].address], None, SILENCE_S)
         (line,) = hub.connections
-        assert greet(line, hello, time.monotonic() + WAIT_S).role is InstanceRole.PREFILL
+        welcomes, _ = greet(hub, hello, WAIT_S, {})
+        assert welcomes[0].role is InstanceRole.PREFILL
         line.send(RawSubmit(said))  # type: ignore[arg-type]
         while not isinstance(refused := line.receive(WAIT_S), Failed):
             assert not isinstance(refused, Deltas)
@@ -148,9 +149,9 @@ def test_a_request_that_cannot_be_run_costs_no_other(model: str, four: list[Proc
         replace(good, request_id="drawn", drawn={0: (7,) * 8}),
         replace(good, request_id="stop", params=SamplingParams(stop_token_ids=(1 << 30,))),
     ]
-    hub = InstanceHub([four[0].address], None, SILENCE_S)
+    hub = connect([four[0].address], None, SILENCE_S)
     (line,) = hub.connections
-    greet(line, hello, time.monotonic() + WAIT_S)
+    greet(hub, hello, WAIT_S, {})
     line.send(Submit((*bad, good)))
     ended: dict[str, bool] = {}
     while len(ended) < len(bad) + 1:
@@ -237,13 +238,13 @@ def test_who_is_lost_is_gone_on_without_and_may_come_back(
             outputs = act.run(asked, how)
             assert not any(output.error for output in outputs)
             assert tokens(outputs) == expected
-            assert llm.until(lambda: engine(llm).remote[0].broken is not None)
+            assert llm.until(lambda: engine(llm).clients[0].broken is not None)
             with contextlib.ExitStack() as stack:
                 if trouble is signal.SIGSTOP:
                     os.kill(hurt.pid, signal.SIGCONT)
                 else:
                     ready(stack.enter_context(instance(model, role, port=port)), role)
-                assert llm.until(lambda: engine(llm).remote[0].broken is None)
+                assert llm.until(lambda: engine(llm).clients[0].broken is None)
                 assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
                 assert_all_is_free(llm)
 

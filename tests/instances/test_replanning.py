@@ -23,7 +23,7 @@ from cost_model.goodput.replanning import JudgedRoles, RoleQuestion, Roles, Watc
 from fastdecode import LLM
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
-from fastdecode.engine.replanning import planner, replanner, starting
+from fastdecode.engine.instances import replanning
 
 SLO = "ttft=5s,tpot=1s"
 FOUR = ["prefill", "prefill", "decode", "decode"]
@@ -57,7 +57,7 @@ class Planned:
         self._best, self._gain = best, gain
         self.is_over = False
 
-    def __call__(self, clock: Callable[[], float]) -> Planned:
+    def __call__(self) -> Planned:
         return self
 
     def ask(self, question: RoleQuestion) -> None:
@@ -81,9 +81,9 @@ def watched(
 ) -> tuple[list[Any], int, dict[str, Any]]:
     """Put two prefill and two decode instances under load until roles were looked at.
     Return what they answer then, how often roles changed, and the instances' roles."""
-    monkeypatch.setattr(replanner, "Planner", planned)
-    monkeypatch.setattr(replanner, "LOOKS_EVERY_S", 0.05)
-    monkeypatch.setattr(starting, "WatchRules", partial(WatchRules, window_s=1.0))
+    monkeypatch.setattr(replanning, "Planner", planned)
+    monkeypatch.setattr(replanning, "LOOKS_EVERY_S", 0.05)
+    monkeypatch.setattr(replanning, "WatchRules", partial(WatchRules, window_s=1.0))
     asked, how = prompts(60, seed=5), params(60, seed=5)
     end_s = time.monotonic() + WAIT_S
     with LLM(model, instances=FOUR, replan_slo=SLO, progress=told.append, **OPTIONS) as llm:
@@ -91,8 +91,7 @@ def watched(
             assert time.monotonic() < end_s, "nobody looks at roles"
             llm.generate(asked, how)
         found = llm.generate(asked, how)
-        registry = llm._running.engine.router.registry
-        roles = {x.name: r for x, r in zip(registry.all, registry.roles, strict=True)}
+        roles = {x.name: x.role for x in llm._running.engine.clients}
         return found, llm.stats.num_role_changes, roles
 
 
@@ -162,9 +161,9 @@ def test_options_come_from_the_command(
 
 def test_a_planner_that_fails_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = question()
-    one = planner.Planner(time.monotonic)
+    one = replanning.Planner()
     for boot in ("print('no JSON')", "raise SystemExit(3)", "print('{}')"):
-        monkeypatch.setattr(planner, "_BOOT", boot)
+        monkeypatch.setattr(replanning, "_BOOT", boot)
         one.ask(asked)
         wait(one)
         assert one.take() is None and not one.is_over
@@ -173,24 +172,24 @@ def test_a_planner_that_fails_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_planner_answers_what_would_be_answered_here() -> None:
     asked = question()
-    one = planner.Planner(time.monotonic)
+    one = replanning.Planner()
     one.ask(asked)
     wait(one)
     assert one.take() == asked.answer()
 
 
-def wait(one: planner.Planner) -> None:
+def wait(one: replanning.Planner) -> None:
     assert one._process is not None
     one._process.wait(WAIT_S)
     assert one.is_over
 
 
 ASKS = """
-import sys, time
+import sys
 from cost_model.goodput.replanning import RoleQuestion, from_json
-from fastdecode.engine.replanning import planner
-planner._BOOT = planner._BOOT.replace("main()", "import threading; threading.Event().wait()")
-one = planner.Planner(time.monotonic)
+from fastdecode.engine.instances import replanning
+replanning._BOOT = replanning._BOOT.replace("main()", "import threading; threading.Event().wait()")
+one = replanning.Planner()
 one.ask(from_json(sys.argv[1], RoleQuestion))
 print(one._process.pid, flush=True)
 sys.stdin.read()

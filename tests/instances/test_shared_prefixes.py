@@ -11,7 +11,6 @@ import pytest
 from instance_runs import OPTIONS
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.engine.instances.local_instances import LocalHub
 
 KEPT: dict[str, Any] = {**OPTIONS, "prefix_cache": "on"}
 NUM_TURNS, NUM_NEW, NUM_DRAWN = 3, 40, 80
@@ -62,21 +61,14 @@ def test_turns_are_reused_where_the_next_prompt_runs(one: LLM, two: LLM) -> None
 def test_what_is_not_kept_any_more_runs_again(one: LLM, two: LLM) -> None:
     """The instance that had it says so, and isn't asked for it again."""
     expected = talk(one, "b")
-    hub = two._running._hub
-    assert isinstance(hub, LocalHub)
     prompt = prompts()[0]
     first = two.generate([prompt], PARAMS[:1], conversation_id=["b"])[0]
-    for each in hub.services:
-        each.call(lambda run: _forget_kept(run.engine))
+    chance = random.Random(9)
+    others = [[chance.randrange(5, 200) for _ in range(60)] for _ in range(300)]
+    two.generate(others, SamplingParams(max_tokens=2))  # which takes all room
     second = two.generate([prompts()[1]], PARAMS[:1], conversation_id=["b"])[0]
     said = [output.completions[0].token_ids for output in (first, second)]
     assert said == expected[0:4:2]
-
-
-def _forget_kept(engine: Any) -> None:
-    cache = engine._lifecycle.scheduler.ledger.cache
-    for holder in cache.stock.holders:
-        cache.stock.give_up(holder, len(cache.stock[holder]))
 
 
 def test_a_prefix_comes_back_however_it_was_made(one: LLM, two: LLM) -> None:

@@ -109,7 +109,7 @@ def test_a_resumed_job_says_why_it_finds_no_kv_at_addresses(
     job.open(engine=engine).__exit__(None, None, None)
     assert not any("without KV" in text for text in job.told)
     job.open("resume", engine=engine).__exit__(None, None, None)
-    told = [text for text in job.told if "going on without KV of the run before" in text]
+    told = [text for text in job.told if "resuming without KV of the run before" in text]
     assert [str(reason) in text for text in told] == ([] if reason is None else [True])
 
 

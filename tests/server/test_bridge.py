@@ -16,7 +16,7 @@ from counting_engine import Counting
 
 from fastdecode.core.delta import MOST_VALUES, Delta, DeltaQueue
 from fastdecode.core.sequence import Request, SamplingParams, TokenLogprob
-from fastdecode.engine.instances.engine_server import RequestLimits
+from fastdecode.engine.instances.server import RequestLimits
 from fastdecode.engine.service import EngineService
 from fastdecode.server.link import Deltas, Keys, Opening, Packing, StatusAck, StatusReport, Submit
 from fastdecode.server.options import MAX_KEYS

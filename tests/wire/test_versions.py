@@ -16,7 +16,7 @@ from messages_for_tests import (
 from values import replace
 
 from fastdecode import __version__
-from fastdecode.engine.instances.connections import welcome_of
+from fastdecode.engine.instances.registry import welcome_of
 from fastdecode.wire.instances import InstanceHello
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Welcome
 

@@ -69,10 +69,10 @@ class Instances:
     instances: tuple[str, ...] = option(
         (),
         "engines that share the requests. Each is an address tcp://HOST:PORT, as given to "
-        "fastdecode instance --bind; or a role (prefill, decode, both): a thread of this process,"
-        f" with its own weights and R-workers; or {_FORM}: ranks of this MPI job, whose rank 0 is "
-        "the controller (see fastdecode launch --placement); with ROLE:0 KV is on its devices. "
-        "Repeatable, or separated by commas",
+        "fastdecode instance --bind; or a role (prefill, decode, both): a process that this "
+        f"one starts, with its own weights and R-workers; or {_FORM}: ranks of this MPI job, whose "
+        "rank 0 is the controller (see fastdecode launch --placement); with ROLE:0 KV is on its "
+        "devices. Repeatable, or separated by commas",
         metavar="INSTANCES",
         common=True,
     )
@@ -103,7 +103,7 @@ class Instances:
             raise ConfigError(Given("instances"), ": give each address once")
         if sum(map(bool, (self.addresses, self.roles, self.placed))) > 1:
             raise ConfigError(
-                given, ": instances are all addresses, all threads, or all ranks. Remove the others"
+                given, ": instances are all addresses, all roles, or all ranks. Remove the others"
             )
         self._check_roles(given)
         if self.replan_slo is not None and not several:
@@ -121,12 +121,12 @@ class Instances:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of instances that are other processes."""
+        """Of instances that run already."""
         return tuple(each for each in self.instances if "://" in each)
 
     @property
     def roles(self) -> tuple[InstanceRole, ...]:
-        """Of instances that are threads of this process."""
+        """Of instances that this process starts."""
         return tuple(InstanceRole(each) for each in self.instances if each in _ROLES)
 
     @property
@@ -154,11 +154,6 @@ class Instances:
                 )
             found.append(PlacedInstance(role, num_r_workers, tp, pp))
         return tuple(found)
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether all of them are other processes, which this one controls."""
-        return bool(self.instances) and not self.roles
 
     @property
     def most_decoding(self) -> int:

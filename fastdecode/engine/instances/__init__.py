@@ -1,2 +1,1 @@
-"""Instances: whole engines, of which some run prompts and others go on with
-them."""
+"""Instances: whole engines, of which some run prompts and others continue them."""

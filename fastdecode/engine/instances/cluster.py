@@ -1,83 +1,120 @@
-"""Instances, wherever they are, as one engine: at addresses, ranks of this MPI job, or
-threads of this process. Where they are processes of their own, it needs no torch: the
-model is theirs."""
+"""Instances as one engine, and the service that runs it. It needs no torch: the model is theirs.
+
+They are processes that this one starts, processes at addresses, or ranks of this MPI job.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.delta import Delta
-from fastdecode.core.errors import (
-    ConfigError,
-    FastDecodeError,
-    Given,
-    ProtocolError,
-    WorkerError,
-    imports_for,
-)
+from fastdecode.core.config.instances import Instances
+from fastdecode.core.errors import ConfigError, Given, WorkerError, imports_for
+from fastdecode.core.host.openmp import is_spinning_chosen, spin_longer
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.model.identity import Identity, identify
 from fastdecode.core.model.spec import ModelSpec
-from fastdecode.engine.instances.connections import (
+from fastdecode.core.resuming import Session
+from fastdecode.core.trace import NoTrace, Trace
+from fastdecode.engine.instances.client import EngineClient
+from fastdecode.engine.instances.registry import (
     FromInstance,
-    InstanceConnectionHub,
-    InstanceConnections,
-    Reconnector,
+    Inbox,
+    InstanceHub,
+    Registry,
+    greet,
+    identity_of,
 )
-from fastdecode.engine.instances.controller import Controller
-from fastdecode.engine.instances.remote_engine import RemoteEngine
-from fastdecode.engine.replanning.starting import start_replanning
+from fastdecode.engine.instances.replanning import slo_of, start_replanning
+from fastdecode.engine.instances.router import Router
 from fastdecode.engine.service import EngineService
+from fastdecode.engine.setup.transport import shares_thread
+from fastdecode.engine.stages.links import LOADING_TIMEOUT_S
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
-from fastdecode.wire.instances import (
-    Deltas,
-    InstanceHello,
-    InstanceWelcome,
-    StatusReport,
-)
-from fastdecode.wire.messages import PROTOCOL_VERSION
+from fastdecode.wire.instances import InstanceHello, InstanceSays, InstanceWelcome, ToInstance
+from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
+from fastdecode.wire.mpi import job as mpi_job
+from fastdecode.wire.mpi.ranks import InstanceRanks, link_address
+
+if TYPE_CHECKING:
+    from fastdecode.wire.zmq.hub import ZmqHub
+    from fastdecode.wire.zmq.keys import ClusterKey
 
 logger = logging.getLogger(__name__)
 
-Post = Callable[[Callable[["RunningCluster"], None]], None]
-"""Has something done by the thread that owns the controller, between two of its
-steps."""
-NO_R_WORKER: Final = "no_r_worker"  # code of why an instance that lives runs nothing
-_REACH_S = 20.0
-"""For instances that are being started at the same time, and whose models are
-loaded."""
+SAYS: Final = frozenset([*get_args(InstanceSays), Failed])
+_REACH_S: Final = 20.0
+"""For instances that are being started at the same time, and whose models are loaded."""
+
+
+def make_service(
+    config: EngineConfig,
+    progress: Callable[[str], None] | None,
+    trace: Trace | None,
+    times: MeasuredTimes | None,
+    session: Session | None,
+) -> EngineService[Any]:
+    """Return the service that runs requests as it was configured. It isn't open yet.
+
+    Args:
+        config, progress, trace, times, session: See ``fastdecode.engine.llm.LLM``.
+
+    Raises:
+        ConfigError: If some of them are of one engine only.
+        MissingExtraError: If a package is missing.
+    """
+    if config.instances.instances:
+        if config.instances.replan_slo is not None:
+            slo_of(config.instances.replan_slo)
+        if not isinstance(trace, (NoTrace, type(None))):
+            raise ConfigError(Given("trace"), " is of one engine: leave out the instances")
+        inbox = Inbox()
+        return EngineService(partial(RunningCluster, config, progress, inbox), inbox=inbox)
+    computes_alone = shares_thread(config)
+    if computes_alone:
+        spin_longer(os.environ, sys.modules)
+    with imports_for("an S-worker"):
+        from fastdecode.engine.setup.launch import RunningEngine
+        from sworker.kernels.threads import end_own_threads
+
+    # An engine may have no thread of its own where MPI takes calls of the thread
+    # alone that joined.
+    own_thread = not mpi_job.takes_calls_of_one_thread()
+    make = partial(RunningEngine, config, progress, trace, times, session)
+    if computes_alone and own_thread and not is_spinning_chosen(os.environ):
+        return EngineService(make, in_callers_thread=end_own_threads)
+    return EngineService(make, own_thread=own_thread)
 
 
 class RunningCluster:
-    """Connections to instances, and their controller. Close it when done.
+    """Instances, and the router that spreads requests over them. Close it when done.
 
     Args:
-        config: what the user chose.
-        progress: told what is being done, one line at a time.
-        times: what is known of step times before the first one.
-        post: has what instances say told to the controller.
+        config: What the user chose.
+        progress: Called with a line for each step of the start.
+        inbox: Of the thread that makes this object.
 
     Raises:
-        ConfigError: an address can't be used, or instances don't fit together.
-        ModelError: the model directory is bad.
-        WorkerError: no instance is there.
+        ConfigError: If an address can't be used, or instances don't fit together.
+        ModelError: If the model directory is bad.
+        WorkerError: If no instance answers.
     """
 
+    has_hung_r_workers = False
+    """Other processes' R-workers do not keep this one from ending."""
+
     def __init__(
-        self,
-        config: EngineConfig,
-        progress: Callable[[str], None] | None,
-        times: MeasuredTimes | None,
-        post: Post,
+        self, config: EngineConfig, progress: Callable[[str], None] | None, inbox: Inbox
     ) -> None:
         started, tell = time.perf_counter(), progress or logger.info
-        self._post = post
         checkpoint = open_checkpoint(config.model, config.s_part.load_format)
         self.spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
         if (prompt_pp := config.s_part.prompt_pp) > self.spec.num_layers:
@@ -86,82 +123,40 @@ class RunningCluster:
                 f": {self.spec.name} has {self.spec.num_layers} layers, and every stage needs one: "
                 "choose a prompt_pp that isn't greater",
             )
-        self.codec = TextCodec.load(checkpoint.directory, identify(config, self.spec).max_model_len)
-        self._lines: InstanceConnections | None = None
-        self._replanning = contextlib.ExitStack()
-        try:
+        own = identify(config, self.spec)
+        with contextlib.ExitStack() as opened:
+            self.codec = TextCodec.load(checkpoint.directory, own.max_model_len)
+            opened.callback(self.codec.close)
             hello = InstanceHello(PROTOCOL_VERSION, checkpoint.model_hash)
-            self._open(config, hello, tell, times)
-        except BaseException:
-            self.close()
-            raise
+            reached = _reach(config, tell, opened)
+            welcomes = _greet_all(reached, hello)
+            self.identity = _common(config, own, welcomes)
+            for number, name in enumerate(reached.names):
+                found = welcomes.get(number)
+                what = (
+                    "is not connected yet" if found is None else f"{found.name}, {found.role.value}"
+                )
+                tell(f"instance {name}: {what}")
+            self.engine = _make_router(self.spec, reached, welcomes)
+            timeout_s = config.cluster.worker_timeout_s
+            inbox.registry = self._registry = Registry(
+                reached.hub, self.engine, hello, self.identity, timeout_s,
+                may_return=reached.may_return,
+            )  # fmt: skip
+            if config.instances.replan_slo is not None:
+                token_bytes = self.spec.kv_spec(self.identity.kv_dtype).token_bytes
+                replanner = start_replanning(
+                    config.instances.replan_slo, self.engine, token_bytes, tell
+                )
+                opened.callback(replanner.close)
+                self._registry.on_turn = replanner.look
+            self._opened = opened.pop_all()
         self.load_s = time.perf_counter() - started
-
-    def _open(
-        self,
-        config: EngineConfig,
-        hello: InstanceHello,
-        tell: Callable[[str], None],
-        times: MeasuredTimes | None,
-    ) -> None:
-        cluster = config.cluster
-        self._hub, addresses, finder = _open_hub(config, tell, times)
-        try:
-            welcomes = self._greet_all(hello, min(_REACH_S, cluster.worker_timeout_s))
-            self.identity = _common(config, self.spec, welcomes)
-        except BaseException:
-            self._hub.close()
-            raise
-        for number, address in enumerate(addresses):
-            found = welcomes.get(number)
-            what = "is not connected yet" if found is None else f"{found.name}, {found.role.value}"
-            tell(f"instance {address}: {what}")
-        absent = [number for number in range(len(addresses)) if number not in welcomes]
-        timeout_s = cluster.worker_timeout_s
-        self._lines = InstanceConnections(self._hub, hello, absent, self, timeout_s, finder)
-        self.engine = ClusterEngine(config, self.spec, addresses, welcomes, self._lines)
-        self._lines.start()
-        kv = self.spec.kv_spec(self.identity.kv_dtype)
-        self._replanning = start_replanning(config, self.engine, kv.token_bytes, tell, self._post)
-
-    def _greet_all(self, hello: InstanceHello, timeout_s: float) -> dict[int, InstanceWelcome]:
-        """Of those that are there. Raises WorkerError: none is."""
-        welcomes, failed = self._hub.greet_all(hello, timeout_s)
-        if not welcomes:
-            raise next(iter(failed.values()))
-        for number, why in failed.items():
-            logger.warning("the job starts without an instance: %s", why.message)
-            self._hub.connections[number].close()
-        return welcomes
-
-    def heard(self, number: int, message: FromInstance) -> None:
-        """See ``ConnectionListener``."""
-        if isinstance(message, Deltas):
-            self._post(lambda running: running.engine.heard(number, message.deltas))
-        elif isinstance(message, StatusReport):
-            self._post(lambda running: running.engine.hear_status(number, message))
-        else:
-            raise ProtocolError(f"an instance sent {type(message).__name__}, unasked")
-
-    def failed(self, error: FastDecodeError) -> None:
-        """See ``ConnectionListener``."""
-        self._post(lambda running: running.engine.break_down(error))
-
-    def lost(self, number: int, error: FastDecodeError) -> None:
-        """See ``ConnectionListener``."""
-        self._post(lambda running: running.engine.lose(number, error))
-
-    def came_back(self, number: int, welcome: InstanceWelcome) -> bool:
-        """See ``ConnectionListener``."""
-        if _identity(welcome) != self.identity:
-            return False
-        self._post(lambda running: running.engine.find_again(number, welcome))
-        return True
 
     @property
     def welcomes(self) -> tuple[InstanceWelcome, ...]:
-        """Of all that have been there."""
-        return tuple(each.welcome for each in self.engine.remote if each.welcome is not None)
+        """The welcomes of all instances that have answered."""
+        return tuple(each.welcome for each in self.engine.clients if each.welcome is not None)
 
     @property
     def num_r_workers(self) -> int:
@@ -170,179 +165,140 @@ class RunningCluster:
     @property
     def num_live_r_workers(self) -> int:
         """As far as is known: instances report it now and then, lost ones have none."""
-        return sum(each.num_live_r_workers for each in self.engine.remote)
-
-    @property
-    def has_hung_r_workers(self) -> bool:
-        """Whether any of this process is, and keeps it from ending."""
-        return self._hub.has_hung_r_workers
+        return sum(each.num_live_r_workers for each in self.engine.clients)
 
     def close(self) -> None:
-        """Say goodbye to the instances, which go on without, or end with this process. Safe
-        to call twice.
-
-        Raises:
-            WorkerError: an R-worker of this process did not stop in time.
-        """
-        self._replanning.close()
-        if self._lines is not None:
-            self._lines.close()
-        self.codec.close()
+        """Say goodbye to the instances. Those that this process has started end. Safe to call
+        twice."""
+        self._opened.close()
 
 
-class ClusterEngine(Controller):
-    """The controller of instances, as ``LLM`` asks an engine.
+class _Reached(NamedTuple):
+    """Connections to instances."""
 
-    Args:
-        config: what the user chose.
-        spec: of the model.
-        addresses: of the instances, or what else they are called.
-        welcomes: of those that are there.
-        connections: to them.
-    """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        spec: ModelSpec,
-        addresses: Sequence[str],
-        welcomes: dict[int, InstanceWelcome],
-        connections: InstanceConnections,
-    ) -> None:
-        self._spec = spec
-        self._connections = connections
-        any_of_them = next(iter(welcomes.values()))
-        every = [welcomes.get(number, any_of_them) for number in range(len(addresses))]
-        self.remote = [
-            RemoteEngine(number, address, connections.post, welcomes.get(number), room)
-            for number, (address, room) in enumerate(zip(addresses, every, strict=True))
-        ]
-        pairs = list(zip(self.remote, every, strict=True))
-        super().__init__(
-            [instance for instance, welcome in pairs if welcome.role.prefills],
-            [instance for instance, welcome in pairs if welcome.role.decodes],
-            batch_tokens=min(welcome.batch_tokens for welcome in every),
-            block_size=max(welcome.block_size for welcome in every),
-        )
-        for instance in self.remote:
-            if instance.broken is not None:
-                self.router.lose(instance)
-
-    def heard(self, number: int, deltas: Sequence[Delta]) -> None:
-        """What an instance says of its requests. If any of it can't be true, none of
-        it is stored, and the instance is lost."""
-        try:
-            self._check(self.remote[number], deltas)
-        except Exception as error:
-            self._give_up(number, error)
-        else:
-            self.arrived(deltas)
-
-    def _check(self, instance: RemoteEngine, deltas: Sequence[Delta]) -> None:
-        """Raises ProtocolError: these can't be true. What is said of requests that
-        the instance hasn't got any more counts for nothing."""
-        runs = []
-        for delta in deltas:
-            routed = self.routed_requests.by_run.get(delta.request_id)
-            run = None if routed is None else routed.any_run_of(delta)
-            if run is None or run.claims is None:
-                continue
-            if self.router.where(run) is not instance:
-                raise ProtocolError("says something of a request that another instance has")
-            run.claims.add(delta, self._spec)
-            runs.append(run.claims)
-        for claims in runs:
-            claims.check_offer()
-
-    def _give_up(self, number: int, error: Exception) -> None:
-        """An instance has said what can't be true, or what can't be read."""
-        if not isinstance(error, FastDecodeError):
-            logger.error("what an instance said can't be read", exc_info=error)
-            error = ProtocolError(f"says what can't be read: {type(error).__name__}: {error}")
-        self._connections.give_up(number, self.remote[number].turn, error)
-        self.lose(number, error)
-
-    def hear_status(self, number: int, status: StatusReport) -> None:
-        """An instance's own report. If it can't be true, the instance is lost."""
-        instance = self.remote[number]
-        try:
-            instance.update(status)
-        except Exception as error:
-            self._give_up(number, error)
-            return
-        if instance.broken is None and instance.has_no_r_worker != (instance.stranded is not None):
-            self._set_stranded(instance, is_stranded=instance.has_no_r_worker)
-
-    def _set_stranded(self, instance: RemoteEngine, *, is_stranded: bool) -> None:
-        if is_stranded:
-            instance.stranded = WorkerError("no R-worker of it is left", code=NO_R_WORKER)
-            self.strand(instance, instance.stranded)
-        else:
-            logger.warning("instance %s has an R-worker again", instance.name)
-            instance.stranded = None
-            self.came_back(instance)
-
-    def lose(self, number: int, error: FastDecodeError) -> None:
-        """An instance is gone."""
-        instance = self.remote[number]
-        if instance.broken is None:
-            instance.broken = error
-            self.has_work = True
-            self.lost(instance, error)
-
-    def find_again(self, number: int, welcome: InstanceWelcome) -> None:
-        """An instance that was gone is there again."""
-        instance = self.remote[number]
-        role = self.router.roles[self.router.instances.index(instance)]
-        instance.came_back(welcome, role)
-        logger.warning("instance %s is there again", instance.name)
-        self.came_back(instance)
+    hub: InstanceHub
+    names: Sequence[str]
+    patience_s: float = LOADING_TIMEOUT_S
+    """For instances to load their models."""
+    unreached: Mapping[int, WorkerError] = {}
+    may_return: bool = False
+    """Lost instances may come back at their addresses."""
 
 
-def service_of_cluster(
-    config: EngineConfig, progress: Callable[[str], None] | None, times: MeasuredTimes | None
-) -> EngineService[RunningCluster]:
-    """Of instances. What each says is posted to the one that controls them."""
-
-    def make() -> RunningCluster:
-        return RunningCluster(config, progress, times, service.look)
-
-    service: EngineService[RunningCluster] = EngineService(make)
-    return service
-
-
-def _open_hub(
-    config: EngineConfig, tell: Callable[[str], None], times: MeasuredTimes | None
-) -> tuple[InstanceConnectionHub, Sequence[str], Reconnector[Any] | None]:
-    """Lines to all instances; what they are called; and where lost ones are looked
-    for. Raises ConfigError: there can be no such lines."""
-    cluster, instances = config.cluster, config.instances
-    if instances.roles:
-        with imports_for("an S-worker"):
-            from fastdecode.engine.instances.local_instances import LocalHub
-        local = LocalHub(config, tell, times)
-        return local, local.names, None
-    if instances.placed:
-        from fastdecode.engine.instances.ranks import RankHub
-        from fastdecode.wire.mpi.job import join
-
-        ranks = RankHub(join(), instances, cluster.worker_silence_s)
-        return ranks, ranks.names, None
-    with imports_for("instances at addresses"):
-        from fastdecode.engine.instances.addresses import InstanceHub
+def _reach(
+    config: EngineConfig, tell: Callable[[str], None], opened: contextlib.ExitStack
+) -> _Reached:
+    """Connect to all instances. Raises ConfigError: If that can't be done."""
+    if config.instances.placed:
+        return _reach_ranks(config, opened)
+    with imports_for("instances"):
+        from fastdecode.engine.instances.spawned import spawn
         from fastdecode.wire.zmq.keys import read_key
 
-    hub = InstanceHub(instances.addresses, read_key(cluster.key), cluster.worker_silence_s)
-    return hub, instances.addresses, hub
+    names: Sequence[str] = config.instances.addresses
+    addresses, key = names, read_key(config.cluster.key)
+    if config.instances.roles:
+        names, addresses, key = spawn(config, tell, opened)
+    hub = connect(addresses, key, config.cluster.worker_silence_s)
+    opened.callback(hub.close)
+    reach_s = min(_REACH_S, config.cluster.worker_timeout_s)
+    may_return = not config.instances.roles
+    return _Reached(hub, names, reach_s, hub.reach(reach_s), may_return)
 
 
-def _identity(welcome: InstanceWelcome) -> Identity:
-    return Identity(welcome.dtype, welcome.kv_dtype, welcome.max_model_len)
+def connect(addresses: Sequence[str], key: ClusterKey | None, silence_s: float) -> ZmqHub:
+    """Return connections to instances at addresses.
+
+    Raises:
+        ConfigError: If one is not an address, or needs a key.
+    """
+    from fastdecode.wire.zmq.hub import ZmqHub
+
+    class AddressHub(ZmqHub):
+        peer_kind, command, parameter = "instance", "fastdecode instance --bind", "instances"
+        receives = SAYS
+
+    hub = AddressHub(key, silence_s=silence_s)
+    try:
+        for address in addresses:
+            hub.add(address)
+    except BaseException:
+        hub.close()
+        raise
+    return hub
 
 
-def _common(config: EngineConfig, spec: Any, welcomes: dict[int, InstanceWelcome]) -> Identity:
-    """What is the same of all. Raises ConfigError: they don't fit together."""
-    found = {number: _identity(welcome) for number, welcome in welcomes.items()}
+def _reach_ranks(config: EngineConfig, opened: contextlib.ExitStack) -> _Reached:
+    """This process is rank 0. Raises ConfigError: If the job has other ranks than they take."""
+    from fastdecode.wire.mpi.hub import CONTROL_LINE, MpiHub
+
+    job = mpi_job.join()
+    leaders = check_job(config.instances, job).leaders
+    silence_s = config.cluster.worker_silence_s
+    hub: MpiHub[ToInstance, FromInstance] = MpiHub(
+        job, SAYS, takes_signs=True, silence_s=silence_s, is_hurried=False
+    )
+    opened.callback(hub.close)
+    for rank in leaders:
+        hub.connect(rank, f"instance rank {rank}", line=CONTROL_LINE)
+    return _Reached(hub, tuple(map(link_address, leaders)))
+
+
+def check_job(instances: Instances, job: mpi_job.MpiJob) -> InstanceRanks:
+    """Return which rank is whose. Raises ConfigError: If they can't be this job's."""
+    ranks = InstanceRanks(instances.placed)
+    ranks.check(job.size)
+    if not job.threads_may_take_turns:
+        raise ConfigError(
+            Given("instances"),
+            f" need an MPI that lets threads take turns, and {job.library} doesn't: use another, "
+            "or instances at addresses",
+        )
+    return ranks
+
+
+def _greet_all(reached: _Reached, hello: InstanceHello) -> dict[int, InstanceWelcome]:
+    """Return the welcomes of those that answer. Raises WorkerError: If none does."""
+    welcomes, failed = greet(reached.hub, hello, reached.patience_s, reached.unreached)
+    if not welcomes:
+        raise next(iter(failed.values()))
+    for number, why in failed.items():
+        logger.warning("the job starts without an instance: %s", why.message)
+        reached.hub.connections[number].close()
+    return welcomes
+
+
+def _make_router(
+    spec: ModelSpec, reached: _Reached, welcomes: Mapping[int, InstanceWelcome]
+) -> Router:
+    """Return the router of instances of which at least one has welcomed this controller."""
+
+    def send(number: int, message: ToInstance) -> None:
+        reached.hub.connections[number].send(message)
+
+    any_of_them = next(iter(welcomes.values()))
+    rooms = [welcomes.get(number, any_of_them) for number in range(len(reached.names))]
+    clients = [
+        EngineClient(name, partial(send, number), welcomes.get(number), room)
+        for number, (name, room) in enumerate(zip(reached.names, rooms, strict=True))
+    ]
+    return Router(
+        clients,
+        spec,
+        batch_tokens=min(room.batch_tokens for room in rooms),
+        block_size=max(room.block_size for room in rooms),
+    )
+
+
+def _common(
+    config: EngineConfig, wanted: Identity, welcomes: Mapping[int, InstanceWelcome]
+) -> Identity:
+    """Return what is the same of all instances.
+
+    Raises:
+        ConfigError: If they don't fit together, or this process means something else.
+    """
+    found = {number: identity_of(welcome) for number, welcome in welcomes.items()}
     first = next(iter(found.values()))
     if any(identity != first for identity in found.values()):
         told = "; ".join(
@@ -354,12 +310,6 @@ def _common(config: EngineConfig, spec: Any, welcomes: dict[int, InstanceWelcome
             f" name instances that can't go on with each other's requests ({told}): start them "
             "with the same dtype, kv_dtype and max_model_len",
         )
-    _check_wanted(config, identify(config, spec), first)
-    return first
-
-
-def _check_wanted(config: EngineConfig, wanted: Identity, first: Identity) -> None:
-    """Raises ConfigError: this process means something else than the instances are."""
     if first.max_model_len != wanted.max_model_len:
         raise ConfigError(
             Given("max_model_len", config.s_part.max_model_len),
@@ -374,3 +324,4 @@ def _check_wanted(config: EngineConfig, wanted: Identity, first: Identity) -> No
                 Given(name, value),
                 f": the instances run with {theirs.value}: leave it out, or give it to them",
             )
+    return first

@@ -1,25 +1,40 @@
-"""Routes requests: which instance each is at, and how it gets to the next. Carries out
-the dispatcher's decisions."""
+"""Requests over several instances: which runs a prompt, which continues it, and what becomes of
+them when an instance is lost.
+
+To its loop the router is an engine (``fastdecode.engine.service``). All happens in one thread, and
+nothing waits.
+
+Whatever fails, a request continues with its known tokens: at an instance that fetches its prompt,
+or else runs prompt and tokens itself. Nothing is reported twice. An instance that reports an error
+of a request isn't given it again. The request fails once no other instance can run it.
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Final
 
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Delta, Listener
-from fastdecode.core.errors import FastDecodeError
-from fastdecode.core.sequence import Request
-from fastdecode.engine.instances.claims import Claims
-from fastdecode.engine.instances.engine_client import EngineClient
-from fastdecode.engine.instances.routed_request import (
-    Borrowing,
-    InstanceRun,
-    RequestStage,
-    RoutedRequest,
+from fastdecode.core.errors import (
+    CapacityError,
+    ConfigError,
+    FastDecodeError,
+    ProtocolError,
+    WorkerError,
+    duplicate_id,
+    without_frames,
 )
+from fastdecode.core.model.spec import ModelSpec
+from fastdecode.core.sequence import Request
+from fastdecode.engine.instances.client import EngineClient, sum_figures, sum_stats
+from fastdecode.engine.instances.routed import Borrowing, InstanceRun, RequestStage, RoutedRequest
+from fastdecode.engine.stats import EngineFigures, EngineStats
 from fastdecode.schedule.dispatch import (
     AssignDecode,
     AssignPrefill,
@@ -29,186 +44,336 @@ from fastdecode.schedule.dispatch import (
     PrefillQueue,
 )
 from fastdecode.schedule.kept_prefixes import BlockChain, KeptPrefixes
+from fastdecode.schedule.life.handing import HANDED_OVER_LOST
+
+logger = logging.getLogger(__name__)
 
 _LEAST_BORROWED: Final = 4
 """Blocks: fewer are run again, since two instances would have to take a turn each."""
 
-Failed = Callable[[RoutedRequest, Delta], None]
-"""A run of a request has ended with an error."""
 
-
-class RoutedRequests:
-    """All requests that aren't over.
+class Router:
+    """Spreads requests over instances.
 
     Args:
-        block_size: in which room is counted.
+        clients: All instances. Their numbers are their places here.
+        spec: Of the model. What instances say is checked against it.
+        batch_tokens: Prompt tokens that an instance runs at once.
+        block_size: Tokens of a KV block, in which room is counted.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    pause_s = 0.0
+
+    def __init__(
+        self,
+        clients: Sequence[EngineClient],
+        spec: ModelSpec,
+        *,
+        batch_tokens: int,
+        block_size: int,
+    ) -> None:
+        self.clients = tuple(clients)
+        self._spec = spec
+        self.batch_tokens = batch_tokens
+        self._block_size = block_size
+        self.dispatcher = Dispatcher(
+            [PrefillQueue(batch_tokens, float) for _ in clients],
+            [DecodeReservations(each.num_tokens, each.max_sequences) for each in clients],
+        )
         self._numbers = itertools.count()
         self.by_request: dict[str, RoutedRequest] = {}
+        """The requests that aren't over."""
         self.by_job: dict[int, RoutedRequest] = {}
-        self.by_run: dict[str, RoutedRequest] = {}
+        self.by_run: dict[str, tuple[RoutedRequest, InstanceRun]] = {}
+        """What counts that instances say, by the runs' names."""
+        self._prefixes = KeptPrefixes()
+        self._decided: deque[AssignPrefill | AssignDecode] = deque()
+        """What is to be carried out. Its room is booked already."""
+        self._is_at_work = False
+        self.observe: Callable[[RoutedRequest], None] | None = None
+        """Called when a request arrives, and when it is over."""
+        self._broken: FastDecodeError | None = None
+        self.has_work = False
+        """Something has been reported since the last step."""
+        self.num_handed_over = 0
+        self.num_failed_fetches = 0
+        self.num_moved = 0
+        self.num_role_changes = 0
+        self._set_open()
 
-    def make(self, request: Request, listener: Listener | None) -> RoutedRequest:
-        """Of a request that isn't queued yet. All of its sequences are reserved
-        whole."""
-        prompt, size = len(request.prompt_token_ids), self.block_size
+    @property
+    def num_running(self) -> int:
+        """Sequences that an instance continues."""
+        every = self.by_request.values()
+        return sum(routed.num_left for routed in every if routed.decoding is not None)
+
+    @property
+    def num_unfinished_sequences(self) -> int:
+        """Sequences that aren't over."""
+        return sum(routed.num_left for routed in self.by_request.values())
+
+    def submit(self, request: Request, listener: Listener | None = None) -> None:
+        """Queue a valid request. All of its sequences are reserved whole.
+
+        Raises:
+            RequestError: If an unfinished request has the same id.
+            CapacityError: If no instance could ever hold it.
+        """
+        if self._broken is not None:
+            raise copy(self._broken)
+        if request.request_id in self.by_request:
+            raise duplicate_id(request.request_id)
+        prompt, size = len(request.prompt_token_ids), self._block_size
         blocks = -(-(prompt + request.max_tokens - 1) // size)
-        reserved = request.params.n * blocks * size
-        return RoutedRequest(request, listener, DispatchJob(next(self._numbers), prompt, reserved))
+        job = DispatchJob(next(self._numbers), prompt, request.params.n * blocks * size)
+        self.dispatcher.check_possible(job)
+        routed = RoutedRequest(request, listener, job)
+        self.by_request[request.request_id] = self.by_job[job.job_id] = routed
+        if self.observe is not None:
+            self.observe(routed)
+        if request.drawn:
+            self._wait(routed, is_first=False)
+        else:
+            self._do(self.dispatcher.arrived(job))
 
-    def add(self, routed: RoutedRequest) -> None:
-        """It is queued."""
-        self.by_request[routed.request.request_id] = self.by_job[routed.job.job_id] = routed
+    def step(self) -> None:
+        """End a turn. Raises WorkerError: If no instance is left."""
+        self.has_work = False
+        if self._broken is not None:
+            raise self._broken
 
-    def remove(self, routed: RoutedRequest) -> None:
-        """It is over."""
-        del self.by_request[routed.request.request_id], self.by_job[routed.job.job_id]
+    def look(self) -> None:
+        """Do nothing: instances report by themselves."""
 
-    def begin(self, routed: RoutedRequest, instance: int) -> InstanceRun:
-        """An instance is given it, by a name that no run had before."""
-        run = InstanceRun(f"{routed.job.job_id}.{next(self._numbers)}", instance)
-        self.by_run[run.name] = routed
-        return run
+    @property
+    def stats(self) -> EngineStats:
+        """Totals of all instances together, as far as each has reported."""
+        stats = sum_stats([each.stats for each in self.clients])
+        stats.num_handed_over, stats.num_moved = self.num_handed_over, self.num_moved
+        stats.num_failed_fetches = self.num_failed_fetches
+        stats.num_role_changes = self.num_role_changes
+        return stats
 
-    def end(self, run: InstanceRun) -> None:
-        """What that run says counts no more."""
-        self.by_run.pop(run.name, None)
+    def figures(self) -> EngineFigures:
+        """Return those of all instances together, as far as each has reported."""
+        each = [client.figures() for client in self.clients]
+        return sum_figures([figures for figures in each if figures is not None])
 
-    def untouched(self, among: Container[str] | None) -> list[str]:
-        """Ids of requests, ``among`` these or all, that no instance has, and of
-        which nothing was said."""
-        return [
+    def end_conversation(self, token_ids: Sequence[int], salt: str) -> None:
+        """Let go of what is kept for a conversation that has come to these tokens."""
+        for client in self.clients:
+            client.end_conversation(token_ids, salt)
+
+    def cancel(self, request_id: str) -> bool:
+        """Forget an unfinished request. Return False if none has this id."""
+        routed = self.by_request.get(request_id)
+        if routed is not None:
+            self._end(routed)
+        return routed is not None
+
+    def cancel_waiting(self, among: Container[str] | None = None) -> list[str]:
+        """Forget the requests, ``among`` these or all, that no instance has and that have no
+        output. Return their ids."""
+        waiting = [
             request_id
             for request_id, routed in self.by_request.items()
             if routed.stage in (RequestStage.QUEUED, RequestStage.WAITING)
             and not routed.has_said
             and (among is None or request_id in among)
         ]
+        for request_id in waiting:
+            self.cancel(request_id)
+        return waiting
 
-    @property
-    def stages(self) -> Mapping[str, RequestStage]:
-        """Where each request is."""
-        return {request_id: routed.stage for request_id, routed in self.by_request.items()}
+    def abandon(self, error: FastDecodeError) -> None:
+        """End every unfinished request with this error."""
+        self._broken = without_frames(error)
+        for routed in list(self.by_request.values()):
+            self._fail(routed, error)
 
+    # What instances say, and what becomes of them.
 
-class InstanceRegistry:
-    """The instances that there are: what each is given, and who can be given anything.
+    def arrived(self, client: EngineClient, deltas: Iterable[Delta]) -> None:
+        """Take in what an instance says of its requests. All of its tokens are reported before
+        anything is made of them.
 
-    Args:
-        instances: all.
-        roles: of each.
-        dispatcher: keeps which of them is open for what.
-    """
+        Raises:
+            ProtocolError: If it can't be true.
+        """
+        self.has_work = True
+        known = [(*self.by_run[x.request_id], x) for x in deltas if x.request_id in self.by_run]
+        for routed, run, delta in known:
+            if self.clients[run.instance] is not client:
+                raise ProtocolError("says something of a request that another instance has")
+            if delta.error is not None:
+                continue
+            run.check(delta, self._spec)
+            if routed.borrowing is None or routed.borrowing.run is not run:
+                is_whole = delta.has_fetched and routed.borrowing is None
+                self.num_handed_over += is_whole and not delta.fetch_failed
+                self.num_failed_fetches += delta.fetch_failed
+                routed.tell(run, delta)
+        for routed, run, delta in known:
+            if delta.request_id in self.by_run:
+                self._advance(routed, run, delta)
 
-    def __init__(
-        self,
-        instances: Sequence[EngineClient],
-        roles: Sequence[InstanceRole],
-        dispatcher: Dispatcher,
+    def lost(self, client: EngineClient) -> None:
+        """Continue elsewhere all that an instance had, which is broken or stranded. What no other
+        one can run waits for a stranded one."""
+        why, self.has_work = client.broken or client.stranded, True
+        what = "is lost" if client.broken is not None else "runs nothing for now"
+        logger.error("instance %s %s: %s", client.name, what, why)
+        had = self._lose(client)
+        if why is not None and all(each.broken is not None for each in self.clients):
+            self._broken = WorkerError(f"no instance is left: {why.message}", code=why.code)
+            return
+        for routed in had:
+            if routed.stage is not RequestStage.OVER:
+                self._go_on(routed)
+        self.dispatch()
+        self._check_waiting()
+
+    def came_back(self) -> None:
+        """Give requests to an instance that was lost or stranded. It has none."""
+        self._set_open()
+        self.dispatch()
+
+    def set_role(self, name: str, role: InstanceRole) -> None:
+        """Change what an instance is given. It continues what it has.
+
+        Raises:
+            ConfigError: If no instance has that name.
+        """
+        found = [each for each in self.clients if each.name == name]
+        if not found:
+            names = ", ".join(each.name for each in self.clients)
+            raise ConfigError(f"there is no instance {name!r}: they are {names}")
+        self.num_role_changes += found[0].role is not role
+        found[0].set_role(role)
+        self.came_back()
+        self._check_waiting()
+
+    def dispatch(self) -> None:
+        """Give what waits to instances that have come, or changed their roles."""
+        self._do(self.dispatcher.look())
+
+    def _advance(self, routed: RoutedRequest, run: InstanceRun, delta: Delta) -> None:
+        if routed.borrowing is not None and routed.borrowing.run is run:
+            self._lent(routed, routed.borrowing, delta)
+            return
+        if delta.error is not None:
+            self._failed(routed, run, delta.error)
+            return
+        if delta.has_fetched and routed.borrowing is not None:
+            self._give_back(routed)
+        elif delta.has_fetched:
+            self._release(routed)
+        if not routed.num_left:
+            if self.observe is not None:
+                self.observe(routed)
+            self._note_kept(routed)
+            self._end(routed)
+        elif delta.sources and routed.stage is RequestStage.PREFILL:
+            if not all(said.token_ids for said in routed.said):
+                raise ProtocolError("offers a prompt before its first tokens are drawn")
+            routed.sources = delta.sources
+            self._note_kept(routed)
+            routed.stage = RequestStage.OFFERED
+            self._do(self.dispatcher.prefilled(routed.job, run.instance))
+
+    def _failed(self, routed: RoutedRequest, run: InstanceRun, error: FastDecodeError) -> None:
+        """Continue a request whose run has ended with an error. Others may be able to run it: its
+        instance may be about to break down."""
+        client, is_prompt = self.clients[run.instance], run is routed.offering
+        is_too_long = isinstance(error, CapacityError)
+        if client.broken is not None:
+            self.lost(client)
+        elif is_prompt and routed.decoding is not None:  # which runs it again where it has to
+            self._release(routed)
+        elif is_prompt and (is_too_long or error.code == HANDED_OVER_LOST):
+            self._go_on(routed, fits_prefill=not is_too_long)
+        else:
+            logger.warning("instance %s has failed a request: %s", client.name, error)
+            routed.failure = routed.failure or error
+            not_at = routed.job.not_at | {run.instance}
+            self._go_on(routed, replace(routed.job, not_at=not_at))
+
+    def _lose(self, client: EngineClient) -> list[RoutedRequest]:
+        """Give an instance nothing more. Return the requests that it had, to be continued
+        elsewhere."""
+        self._set_open()
+        had = []
+        for routed in list(self.by_request.values()):
+            borrowing = routed.borrowing
+            if borrowing is not None:
+                waiting = borrowing.waiting
+                if waiting is not None and self.clients[waiting.instance] is client:
+                    had.append(routed)
+                    continue
+                if self.clients[borrowing.run.instance] is client:
+                    self._give_back(routed)
+                    if waiting is not None:
+                        self._begin(routed, waiting)
+            # An instance that fetches from it notices that by itself.
+            run = routed.decoding or routed.offering
+            if run is not None and self.clients[run.instance] is client:
+                had.append(routed)
+        return had
+
+    def _go_on(
+        self, routed: RoutedRequest, job: DispatchJob | None = None, *, fits_prefill: bool = True
     ) -> None:
-        self.all = tuple(instances)
-        self.roles = list(roles)
-        self._is_there = [True for _ in instances]
-        self._dispatcher = dispatcher
-        self._set_open()
+        """Continue a request of which only the tokens are left, as ``job``."""
+        self.num_moved += 1
+        self._leave(routed)
+        routed.sources, routed.job = (), job or routed.job
+        try:
+            self.dispatcher.check_possible(routed.job)
+        except CapacityError as error:
+            self._fail(routed, routed.failure or error)
+            return
+        if routed.has_said or not fits_prefill:
+            self._wait(routed, is_first=True)
+        else:
+            routed.stage = RequestStage.QUEUED
+            self._do(self.dispatcher.returned(routed.job))
 
-    @property
-    def are_all_lost(self) -> bool:
-        """Whether no instance is left."""
-        return all(each.broken is not None for each in self.all)
+    def _check_waiting(self) -> None:
+        """Fail requests that no instance decodes yet, and that fit on none any more."""
+        for routed in list(self.by_request.values()):
+            if routed.stage is not RequestStage.DECODE:
+                try:
+                    self.dispatcher.check_possible(routed.job)
+                except CapacityError as error:
+                    self._fail(routed, routed.failure or error)
 
-    def come_and_go(self, instance: EngineClient, *, is_there: bool) -> None:
-        """One is lost, or is there again."""
-        self._is_there[self.all.index(instance)] = is_there
-        self._set_open()
+    def _fail(self, routed: RoutedRequest, error: FastDecodeError) -> None:
+        self._end(routed)
+        if routed.listener is not None:
+            routed.listener.tell(Delta(routed.request.request_id, 0, error=without_frames(error)))
 
-    def set_role(self, name: str, role: InstanceRole) -> bool:
-        """What an instance is given from now on. False: there is none of that name."""
-        found = [i for i, each in enumerate(self.all) if each.name == name]
-        for index in found:
-            self.roles[index] = role
-            self.all[index].give_role(role)
-        self._set_open()
-        return bool(found)
+    # Requests, to instances and back.
 
     def _set_open(self) -> None:
-        """Which instance is given what."""
-        every = zip(self.all, self.roles, self._is_there, strict=True)
-        for index, (instance, role, is_there) in enumerate(every):
-            queue, room = self._dispatcher.prefill[index], self._dispatcher.decode[index]
-            room.capacity_tokens, room.max_sequences = instance.num_tokens, instance.max_sequences
-            is_stranded = instance.broken is None and instance.stranded is not None
-            room.is_there = is_there and instance.broken is None and not is_stranded
-            room.may_return = is_stranded
-            queue.is_open = room.is_there and role.prefills
-            room.is_open = room.is_there and role.decodes
-            queue.own_room = room if role is InstanceRole.BOTH else None
+        """Tell the dispatcher what each instance can be given."""
+        for client, queue, room in zip(
+            self.clients, self.dispatcher.prefill, self.dispatcher.decode, strict=True
+        ):
+            room.capacity_tokens, room.max_sequences = client.num_tokens, client.max_sequences
+            room.is_there = client.broken is None and client.stranded is None
+            room.may_return = client.broken is None and client.stranded is not None
+            queue.is_open = room.is_there and client.role.prefills
+            room.is_open = room.is_there and client.role.decodes
+            queue.own_room = room if client.role is InstanceRole.BOTH else None
 
-
-class Router:
-    """Gives requests to instances, and takes them back.
-
-    Args:
-        routed_requests: all unfinished requests.
-        instances: all that there are.
-        roles: of each.
-        batch_tokens: of prompts that one runs at once.
-        failed: is told of instances that take nothing.
-    """
-
-    def __init__(
-        self,
-        routed_requests: RoutedRequests,
-        instances: Sequence[EngineClient],
-        roles: Sequence[InstanceRole],
-        batch_tokens: int,
-        failed: Failed,
-    ) -> None:
-        self._routed_requests = routed_requests
-        self.dispatcher = Dispatcher(
-            [PrefillQueue(batch_tokens, float) for _ in instances],
-            [DecodeReservations(each.num_tokens, each.max_sequences) for each in instances],
-        )
-        self.registry = InstanceRegistry(instances, roles, self.dispatcher)
-        self.instances, self.roles = self.registry.all, self.registry.roles
-        self._failed = failed
-        self._block_size = routed_requests.block_size
-        self._prefixes = KeptPrefixes()
-        self._decided: deque[AssignPrefill | AssignDecode] = deque()
-        """What is to be carried out, its room booked already."""
-        self._is_at_work = False
-
-    def where(self, run: InstanceRun) -> EngineClient:
-        """Who has a run."""
-        return self.instances[run.instance]
-
-    def arrive(self, routed: RoutedRequest) -> None:
-        """A request waits for an instance that runs its prompt."""
-        routed.stage = RequestStage.QUEUED
-        self.do(self.dispatcher.arrived(routed.job))
-
-    def begin_anew(self, routed: RoutedRequest) -> None:
-        """A request whose prompt is to be run again."""
-        routed.stage = RequestStage.QUEUED
-        self.do(self.dispatcher.returned(routed.job))
-
-    def wait(self, routed: RoutedRequest, *, is_first: bool) -> None:
-        """A request waits for an instance that does all of it that is left."""
+    def _wait(self, routed: RoutedRequest, *, is_first: bool) -> None:
+        """Queue a request for an instance that does all of it that is left."""
         routed.stage = RequestStage.WAITING
-        self.do(self.dispatcher.resumed(routed.job, is_first=is_first))
+        self._do(self.dispatcher.resumed(routed.job, is_first=is_first))
 
-    def offer(self, routed: RoutedRequest) -> None:
-        """Its prompt is done, and waits to be fetched."""
-        assert routed.offering is not None
-        routed.stage = RequestStage.OFFERED
-        self.do(self.dispatcher.prefilled(routed.job, routed.offering.instance))
-
-    def do(self, decisions: Iterable[AssignPrefill | AssignDecode]) -> None:
-        """Carry out what was decided, one after the other: an instance that
-        takes nothing makes others be taken back, and more be decided."""
+    def _do(self, decisions: Iterable[AssignPrefill | AssignDecode]) -> None:
+        """Carry out decisions in turn. An instance that takes nothing makes others be taken back,
+        and more be decided."""
         self._decided.extend(decisions)
         if self._is_at_work:
             return
@@ -220,51 +385,98 @@ class Router:
             self._is_at_work = False
 
     def _carry_out(self, decision: AssignPrefill | AssignDecode) -> None:
-        routed = self._routed_requests.by_job[decision.job.job_id]
-        if (
-            isinstance(decision, AssignPrefill)
-            and self.roles[decision.instance] is InstanceRole.BOTH
-        ):
-            decision = self._kept(decision)
+        routed, client = self.by_job[decision.job.job_id], self.clients[decision.instance]
+        if isinstance(decision, AssignPrefill) and client.role is InstanceRole.BOTH:
+            kept = self.dispatcher.kept(decision)
+            if kept is not None:  # it is in no batch of prompts there, so others may be bound
+                self._decided.extend(self.dispatcher.look())
+                decision = kept
         if not self._borrows(routed, decision):
             self._begin(routed, decision)
 
     def _begin(self, routed: RoutedRequest, decision: AssignPrefill | AssignDecode) -> None:
         """Submit a request to the instance that was decided on."""
-        run = self._routed_requests.begin(routed, decision.instance)
-        every_step = isinstance(decision, AssignPrefill) or routed.is_watched
+        every_step = self.observe is not None
+        every_step |= routed.listener is not None and routed.listener.every_step
+        name = self._new_name(routed)
         if isinstance(decision, AssignPrefill):
-            routed.stage, routed.offering = RequestStage.PREFILL, run
-            asked = routed.prompt_run(run.name)
+            run = InstanceRun(routed.prompt_run(name), decision.instance)
+            routed.stage, routed.offering, every_step = RequestStage.PREFILL, run, True
         else:
+            run = InstanceRun(routed.whole_run(name), decision.instance)
             routed.stage, routed.decoding = RequestStage.DECODE, run
-            asked = routed.whole_run(run.name)
-        run.claims = Claims(asked)
+        self.by_run[name] = routed, run
         try:
-            self.where(run).submit(asked, every_step=every_step)
+            self.clients[run.instance].submit(run.asked, every_step=every_step)
         except FastDecodeError as error:
-            self._failed(routed, Delta(run.name, 0, error=error))
+            self._failed(routed, run, error)
+
+    def _new_name(self, routed: RoutedRequest) -> str:
+        """Return a name that no run had before."""
+        return f"{routed.job.job_id}.{next(self._numbers)}"
+
+    def _end(self, routed: RoutedRequest) -> None:
+        """Forget a request that is over, or not wanted any more."""
+        self._leave(routed)
+        del self.by_request[routed.request.request_id], self.by_job[routed.job.job_id]
+
+    def _leave(self, routed: RoutedRequest) -> None:
+        """Take a request from all instances, and from the dispatcher."""
+        stage, routed.stage = routed.stage, RequestStage.OVER
+        offering, decoding = routed.offering, routed.decoding
+        decided = next((one for one in self._decided if one.job is routed.job), None)
+        if decided is not None:
+            self._decided.remove(decided)
+        elif routed.borrowing is not None:
+            decided = routed.borrowing.waiting
+        self._give_back(routed)
+        self._release(routed)
+        if decided is not None:
+            is_prompt = isinstance(decided, AssignPrefill)
+            give_back = self.dispatcher.left if is_prompt else self.dispatcher.decoded
+            self._do(give_back(routed.job, decided.instance))
+        elif decoding is not None:
+            self._cancel_run(decoding)
+            routed.decoding = None
+            self._do(self.dispatcher.decoded(routed.job, decoding.instance))
+        elif stage is RequestStage.PREFILL and offering is not None:
+            self._do(self.dispatcher.left(routed.job, offering.instance))
+        else:
+            self._do(self.dispatcher.withdrawn(routed.job))
+
+    def _release(self, routed: RoutedRequest) -> None:
+        """Let go of what is offered of a request."""
+        offering, routed.offering = routed.offering, None
+        if offering is not None:
+            self._cancel_run(offering)
+
+    def _cancel_run(self, run: InstanceRun) -> None:
+        name = run.asked.request_id
+        self.by_run.pop(name, None)
+        self.clients[run.instance].cancel(name)
+
+    # Prefixes that other instances keep.
 
     def _borrows(self, routed: RoutedRequest, decision: AssignPrefill | AssignDecode) -> bool:
-        """Whether another instance is asked first for tokens that it may keep."""
+        """Ask another instance first for tokens that it may keep. Return False if none is asked."""
         prefix = self._kept_elsewhere(routed, decision.instance)
         if prefix is None:
             return False
         keeper, num_tokens = prefix
-        run = self._routed_requests.begin(routed, keeper)
-        asked = routed.prefix_run(run.name, num_tokens)
-        run.claims = Claims(asked)
+        name = self._new_name(routed)
+        run = InstanceRun(routed.prefix_run(name, num_tokens), keeper)
+        self.by_run[name] = routed, run
         routed.stage, routed.borrowing = RequestStage.BORROWING, Borrowing(run, decision)
         try:
-            self.where(run).submit(asked, every_step=True)
+            self.clients[keeper].submit(run.asked, every_step=True)
         except FastDecodeError:
-            self.give_back(routed)
+            self._give_back(routed)
             return False
         return True
 
     def _kept_elsewhere(self, routed: RoutedRequest, instance: int) -> tuple[int, int] | None:
-        """Another instance, and how many first tokens of a prompt it may keep; None: not many
-        more than this one."""
+        """Return another instance, and how many first tokens of a prompt it may keep. None if not
+        many more than this one."""
         request, rooms = routed.request, self.dispatcher.decode
         others = [i for i, room in enumerate(rooms) if room.is_there and i != instance]
         needs_all = routed.sources or request.params.prompt_logprobs is not None
@@ -277,131 +489,38 @@ class Router:
         job = DispatchJob(routed.job.job_id, 0, num_tokens)
         return (keeper, num_tokens) if num_tokens >= least and rooms[keeper].fits(job) else None
 
-    def lent(self, routed: RoutedRequest, delta: Delta) -> None:
-        """The run says something that exports the first tokens of a prompt."""
-        borrowing = routed.borrowing
-        assert borrowing is not None
+    def _lent(self, routed: RoutedRequest, borrowing: Borrowing, delta: Delta) -> None:
+        """Begin a run once the first tokens of its prompt are exported, or refused."""
         if delta.sources:
             routed.borrowed = delta.sources
         elif delta.error is None and delta.finish_reason is None:
-            return  # it has drawn a token, which nobody wants
-        else:
-            # It doesn't keep what it was asked for.
+            return  # it has drawn a token, which is not used
+        else:  # it doesn't keep what it was asked for
             self._prefixes.forget(self._prompt_blocks(routed), borrowing.run.instance)
-            self.give_back(routed)
+            self._give_back(routed)
         waiting, borrowing.waiting = borrowing.waiting, None
         if waiting is not None:
             self._begin(routed, waiting)
 
+    def _give_back(self, routed: RoutedRequest) -> None:
+        """Let go of the tokens that another instance exports."""
+        borrowing, routed.borrowing, routed.borrowed = routed.borrowing, None, ()
+        if borrowing is not None:
+            self._cancel_run(borrowing.run)
+
     def _prompt_blocks(self, routed: RoutedRequest) -> BlockChain:
-        """Of its prompt, hashed once."""
+        """Return those of its prompt, hashed once."""
         request = routed.request
         if routed.prompt_blocks is None:
             prompt, salt = request.prompt_token_ids, request.cache.salt
             routed.prompt_blocks = BlockChain.of(prompt, salt, self._block_size)
         return routed.prompt_blocks
 
-    def give_back(self, routed: RoutedRequest) -> None:
-        """The tokens that another instance exports aren't needed any more."""
-        borrowing, routed.borrowing, routed.borrowed = routed.borrowing, None, ()
-        if borrowing is not None:
-            self._routed_requests.end(borrowing.run)
-            self.where(borrowing.run).cancel(borrowing.run.name)
-
-    def note_kept(self, routed: RoutedRequest) -> None:
-        """The instance that has a request keeps its tokens from now on."""
+    def _note_kept(self, routed: RoutedRequest) -> None:
+        """Note that the instance that has a request keeps its tokens."""
         run = routed.decoding or routed.offering
         if run is None or routed.request.cache.is_off:
             return
         prompt = self._prompt_blocks(routed)
         for said in routed.said:
             self._prefixes.note(prompt.then(said.token_ids), run.instance)
-
-    def _kept(self, bound: AssignPrefill) -> AssignPrefill | AssignDecode:
-        """Whether the instance goes on with the prompt itself. It waits for no
-        batch of prompts there then, and so others may be bound."""
-        fetch = self.dispatcher.kept(bound)
-        if fetch is None:
-            return bound
-        self._decided.extend(self.dispatcher.look())
-        return fetch
-
-    def end(self, routed: RoutedRequest) -> None:
-        """A request is over, or nobody wants it."""
-        self.leave(routed)
-        self._routed_requests.remove(routed)
-
-    def leave(self, routed: RoutedRequest) -> None:
-        """No instance has a request any more, and none is to have it."""
-        stage, routed.stage = routed.stage, RequestStage.OVER
-        offering, decoding = routed.offering, routed.decoding
-        decided = next((one for one in self._decided if one.job is routed.job), None)
-        if decided is not None:
-            self._decided.remove(decided)
-        elif routed.borrowing is not None:
-            decided = routed.borrowing.waiting
-        self.give_back(routed)
-        self.release(routed)
-        if decided is not None:
-            give_back = (
-                self.dispatcher.left
-                if isinstance(decided, AssignPrefill)
-                else self.dispatcher.decoded
-            )
-            self.do(give_back(routed.job, decided.instance))
-        elif decoding is not None:
-            self._routed_requests.end(decoding)
-            routed.decoding = None
-            self.where(decoding).cancel(decoding.name)
-            self.do(self.dispatcher.decoded(routed.job, decoding.instance))
-        elif stage is RequestStage.PREFILL and offering is not None:
-            self.do(self.dispatcher.left(routed.job, offering.instance))
-        else:
-            self.do(self.dispatcher.withdrawn(routed.job))
-
-    def release(self, routed: RoutedRequest) -> None:
-        """What is offered of a request isn't needed any more."""
-        offering, routed.offering = routed.offering, None
-        if offering is not None:
-            self._routed_requests.end(offering)
-            self.where(offering).cancel(offering.name)
-
-    def lose(self, lost: EngineClient) -> list[RoutedRequest]:
-        """An instance is broken or stranded: nothing more is given to it. Returns
-        the requests that it had, and that are to go on elsewhere."""
-        self.registry.come_and_go(lost, is_there=False)
-        had = []
-        for routed in list(self._routed_requests.by_request.values()):
-            if routed.borrowing is not None and self._is_lost_with(routed, routed.borrowing, lost):
-                had.append(routed)
-                continue
-            # What is being fetched from it is another's, who looks after that himself.
-            run = routed.decoding or routed.offering
-            if run is not None and self.where(run) is lost:
-                had.append(routed)
-        return had
-
-    def _is_lost_with(
-        self, routed: RoutedRequest, borrowing: Borrowing, lost: EngineClient
-    ) -> bool:
-        """Whether a request is to go on elsewhere since an instance is lost that was to run
-        it. If the one is lost that exports its first tokens, they are run again."""
-        waiting = borrowing.waiting
-        if waiting is not None and self.instances[waiting.instance] is lost:
-            return True
-        if self.where(borrowing.run) is lost:
-            self.give_back(routed)
-            if waiting is not None:
-                self._begin(routed, waiting)
-        return False
-
-    def set_role(self, name: str, role: InstanceRole) -> bool:
-        """What an instance is given from now on; what it has it goes on with.
-        False: there is none of that name."""
-        is_known = self.registry.set_role(name, role)
-        self.look()
-        return is_known
-
-    def look(self) -> None:
-        """Instances have come, gone, or changed their roles."""
-        self.do(self.dispatcher.look())

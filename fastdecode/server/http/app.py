@@ -1,4 +1,4 @@
-"""The routes, and their answers but for generated text: how the server is, and tokens."""
+"""The routes, and all answers without generated text: the server's state, models, tokens."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ _UPGRADE = re.compile(rb"(?<=\n)upgrade(?=:)", re.IGNORECASE)
 def bounded(
     kind: Callable[..., asyncio.Protocol], most: int, header_timeout_s: float
 ) -> Callable[..., Connection]:
-    """Return what makes connections, of which it refuses more than ``most`` at a time. ``kind``
-    makes what speaks HTTP. A request's header has ``header_timeout_s``."""
+    """Return a factory of connections that refuses more than ``most`` at a time. ``kind`` makes the
+    protocol that speaks HTTP. A request's header may take ``header_timeout_s``."""
     opened: set[Connection] = set()
     return lambda **given: Connection(kind(**given), opened, most, header_timeout_s)
 
@@ -59,8 +59,8 @@ class _WithoutChunks:
 
 
 class Connection(asyncio.Protocol):
-    """A connection: its headers are bounded in time and size, and so are bytes ahead of an answer.
-    ``inner`` speaks HTTP. It is asked nothing if there are more than ``most`` in ``opened``."""
+    """Bounds a connection's headers in time and size, and the bytes that arrive before an answer.
+    ``inner`` speaks HTTP. It is left out if more than ``most`` connections are ``opened``."""
 
     def __init__(
         self, inner: asyncio.Protocol, opened: set[Connection], most: int, header_timeout_s: float

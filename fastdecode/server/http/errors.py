@@ -23,8 +23,8 @@ NOT_AGAIN: Mapping[str, str] = {"x-should-retry": "false"}
 
 
 class HttpRefusal(Exception):  # noqa: N818  (an answer)
-    """A request isn't answered. ``kind`` is OpenAI's ``type``, ``param`` the field to blame, and
-    ``headers`` are those beside the usual ones."""
+    """An error that answers a request. ``kind`` is OpenAI's ``type``, ``param`` the field to blame.
+    ``headers`` are sent beside the usual ones."""
 
     def __init__(
         self,

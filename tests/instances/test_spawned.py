@@ -1,33 +1,36 @@
-"""Prefill and decode instances in one process: the tokens are those of one
-engine, whatever happens on the way."""
+"""Prefill and decode instances that one call starts: the tokens are those of one engine,
+whatever happens on the way, and no process is left."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from instance_processes import assert_all_is_free
 from instance_runs import OPTIONS, assert_alike, params, prompts, requests_of, tokens
-from news import NewsLLM
-from trouble import crash_after
+from news import WAIT_S, NewsLLM
+from trouble import crash_in_spawned
 
 from examples import examples
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.delta import DeltaQueue
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.sequence import Request
-from fastdecode.engine.instances import local_instances
-from fastdecode.engine.instances.local_instances import LocalHub
-from fastdecode.engine.service import EngineService
-from fastdecode.engine.setup.launch import RunningEngine
-from fastdecode.schedule.life.lifecycle import Lifecycle
+from fastdecode.engine.instances import spawned
+from fastdecode.engine.stats import EngineStats
+from fastdecode.wire.mpi.ranks import without_launcher
 
 BOTH = {"instances": ["prefill", "decode"]}
-WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -38,59 +41,24 @@ def four(model: str) -> Iterator[NewsLLM]:
         yield llm
 
 
-def services(llm: LLM) -> Sequence[EngineService[RunningEngine]]:
-    """Return the services of all instances, prefill instances first."""
-    hub = llm._running._hub
-    assert isinstance(hub, LocalHub)
-    return hub.services
-
-
-def assert_nothing_is_left(llm: LLM) -> None:
-    """No instance has a sequence, a block, or an offer."""
-    controller = llm._running.engine
-    routed_requests, dispatcher = controller.routed_requests, controller.router.dispatcher
-    assert not (routed_requests.by_request or routed_requests.by_run or routed_requests.by_job)
-    assert not dispatcher.num_waiting and not dispatcher.num_offered
-    assert not any(queue.num_tokens for queue in dispatcher.prefill)
-    assert not any(room.num_tokens or room.num_sequences for room in dispatcher.decode)
-    end_s = time.monotonic() + WAIT_S
-    for each in services(llm):
-        while not _is_idle(each):  # what the controller has cancelled may be on its way
-            assert time.monotonic() < end_s
-        each.call(_check_empty)
-
-
-def _is_idle(service: EngineService[RunningEngine]) -> bool:
-    def look(running: RunningEngine) -> None:
-        lifecycle = running.engine._lifecycle
-        has_any = lifecycle.sequences.by_sequence or lifecycle.handing.has_exported
-        found.append(not (has_any or running.engine.has_work))
-
-    found: list[bool] = []
-    service.call(look)
-    return found == [True]
-
-
-def _check_empty(running: Any) -> None:
-    lifecycle: Lifecycle = running.engine._lifecycle
-    lifecycle.check_invariants()
-    assert not lifecycle.sequences.by_sequence and not lifecycle.handing.has_exported
-    ledger = lifecycle.scheduler.ledger
-    for holder in ledger.holders.open:
-        assert ledger.free_blocks(holder) == ledger.capacity.blocks(holder)
+def processes(parent: int | None = None) -> list[psutil.Process]:
+    """Return the instances that a process has started, in their order."""
+    every = psutil.Process(parent).children()
+    found = [each for each in every if any("serve_spawned" in x for x in each.cmdline())]
+    return sorted(found, key=lambda each: each.pid)
 
 
 def test_tokens_are_those_of_one_engine(one: LLM, four: NewsLLM) -> None:
     asked, how = prompts(24), params(24, n=3)
     assert_alike(four.generate(asked, how), one.generate(asked, how))
     assert four.stats.num_recomputed == 0
-    assert_nothing_is_left(four)
-    names = [f"R-worker {name}-r{i}" for name in ("d0", "d1", "p0", "p1") for i in range(2)]
+    assert_all_is_free(four)
+    names = [f"R-worker {name}-r{i}" for name in ("p0", "p1", "d0", "d1") for i in range(2)]
     figures = four._running.engine.figures
     assert four.until(lambda: [each.name for each in figures().r_workers] == names)
 
 
-def test_whoever_is_cancelled_at_any_stage_leaves_nothing(four: LLM) -> None:
+def test_whoever_is_cancelled_at_any_stage_leaves_nothing(four: NewsLLM) -> None:
     rng, number = random.Random(8), examples(1000, 8)
     reader = DeltaQueue()
     asked, how = prompts(number, seed=8), params(number, seed=8)
@@ -109,32 +77,81 @@ def test_whoever_is_cancelled_at_any_stage_leaves_nothing(four: LLM) -> None:
         four.service.cancel(name)
     drained = four.service.when_drained()
     drained.get(timeout=WAIT_S)
-    assert_nothing_is_left(four)
+    assert_all_is_free(four)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_who_is_lost_is_gone_on_without(model: str, one: LLM, lost: int) -> None:
     """0 prefills, 1 decodes."""
     asked, how = prompts(20, seed=12), params(20, seed=12, n=2)
-    with LLM(model, instances=["prefill", "decode", "decode"], **OPTIONS) as llm:
+    before = processes()
+    with NewsLLM(model, instances=["prefill", "decode", "decode"], **OPTIONS) as llm:
+        started = [each for each in processes() if each not in before]
+        assert len(started) == 3
         ticks = iter(range(1 << 20))
 
-        def break_one() -> None:
+        def kill_one() -> None:
             if next(ticks) == 0:
-                services(llm)[lost].look(_fail)
+                started[lost].kill()
 
-        outputs = {o.request_id: o for o in llm.stream(requests_of(asked, how), break_one)}
+        outputs = {o.request_id: o for o in llm.stream(requests_of(asked, how), kill_one)}
         # Those of tokens that were run again are rounded otherwise, too.
         assert tokens([outputs[str(i)] for i in range(20)]) == tokens(one.generate(asked, how))
         assert not any(output.error for output in outputs.values())
-        for service in services(llm):
-            service.when_drained().get(timeout=WAIT_S)  # all that was asked before is done
-        broken = [service.snapshot().error is not None for service in services(llm)]
-        assert broken == [index == lost for index in range(3)]
+        clients = llm._running.engine.clients
+        assert llm.until(lambda: clients[lost].broken is not None)
+        assert [x.broken is not None for x in clients] == [index == lost for index in range(3)]
+    assert not psutil.wait_procs(started, WAIT_S)[1]
+    assert processes() == before
 
 
-def _fail(running: Any) -> None:
-    raise ConfigError("it is broken by a test")
+def test_one_that_hangs_is_killed_at_the_end(
+    model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(spawned, "CLOSING_S", 0.5)
+    before = processes()
+    llm = LLM(model, **BOTH, **OPTIONS)
+    hung = [each for each in processes() if each not in before]
+    hung[0].suspend()
+    llm.close()
+    assert "has not stopped within" in caplog.text
+    assert processes() == before
+
+
+PARENT = """
+import sys
+from fastdecode import LLM
+with LLM(sys.argv[1], instances=["prefill", "decode"], kv_memory_gb=0.004, r_threads=1):
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_they_end_with_a_parent_that_is_killed(model: str) -> None:
+    command = [sys.executable, "-c", PARENT, model]
+    environ = {**without_launcher(os.environ), "PYTHONPATH": os.pathsep.join(sys.path)}
+    with (
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ
+        ) as parent,
+        contextlib.ExitStack() as stack,
+    ):
+        assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
+        files = []
+        for each in processes(parent.pid):
+            files.append(os.pidfd_open(each.pid))
+            stack.callback(os.close, files[-1])
+        assert len(files) == 2
+        parent.send_signal(signal.SIGKILL)
+        for file in files:
+            assert select.select([file], [], [], WAIT_S)[0], "an instance lives on"
+
+
+def test_what_keeps_one_from_starting_is_said_here(model: str) -> None:
+    before = processes()
+    with pytest.raises(ConfigError, match="cache_disk='/proc/none'"):
+        LLM(model, **BOTH, **OPTIONS, cache_disk="/proc/none", cache_disk_gb=0.001)
+    assert processes() == before
 
 
 ON_A_DEVICE = {"kv_placement": "gpu", "device": "cpu", "r_threads": None}
@@ -154,13 +171,13 @@ ON_BOTH_SIDES = {"kv_placement": "hybrid", "device": "cpu", "device_kv_gb": 0.00
 def test_prompts_are_fetched_wherever_kv_is(model: str, one: LLM, options: dict[str, Any]) -> None:
     """``test_feature_pairs.py`` combines instances with every feature."""
     asked, how = prompts(12, seed=7), params(12, seed=7, n=2)
-    with LLM(model, **{**OPTIONS, **BOTH, **options}) as llm:
+    with NewsLLM(model, **{**OPTIONS, **BOTH, **options}) as llm:
         for _ in range(2):
             assert tokens(llm.generate(asked, how)) == tokens(one.generate(asked, how))
         assert llm.stats.num_recomputed == llm._running.engine.num_failed_fetches == 0
         assert llm.stats.fetched_bytes > 0
         if "cache_memory_gb" not in options:
-            assert_nothing_is_left(llm)
+            assert_all_is_free(llm)
 
 
 def test_a_prompt_that_windows_see_in_part_is_fetched_whole(
@@ -179,40 +196,23 @@ def test_a_prompt_that_windows_see_in_part_is_fetched_whole(
         assert llm.stats.num_cached_prompt_tokens > 300 and llm.stats.num_failed_fetches == 0
 
 
-def test_an_instance_that_hangs_is_left_with_a_warning(
-    model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(local_instances, "CLOSING_S", 0.1)
-    llm, free = LLM(model, **BOTH, **OPTIONS), threading.Event()
-    hung, other = services(llm)
-    hung.look(lambda running: free.wait(WAIT_S) and None)
-    llm.close()
-    assert "has not stopped within" in caplog.text
-    free.set()
-    for service in (hung, other):
-        service.close()
-    assert {service.snapshot().state for service in (hung, other)} == {"closed"}
-
-
 FEW = {"dtype": "float32", "block_size": 16, "kv_memory_gb": 0.02}
 
 
-def each_stats(llm: LLM, number: int):  # type: ignore[no-untyped-def]
-    """Return the figures of one instance; prefill instances come first."""
-    hub = llm._running._hub
-    assert isinstance(hub, LocalHub)
-    return hub.services[number].served.engine.stats
+def each_stats(llm: LLM, number: int) -> EngineStats:
+    """Return the figures of one instance."""
+    stats: EngineStats = llm._running.engine.clients[number].stats
+    return stats
 
 
 def test_what_was_fetched_is_not_run_again(
-    model: str, one: LLM, monkeypatch: pytest.MonkeyPatch
+    model: str, one: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked, how = prompts(16, seed=82), params(16, seed=82)
-    crash_after(monkeypatch, {"d0-r0": 40})
+    crash_in_spawned(monkeypatch, {"d0-r0": 40}, tmp_path / "lost")
     with LLM(model, instances=["prefill", "decode"], r_workers=2, replicas=1, **FEW) as llm:
         assert tokens(llm.generate(asked, how)) == tokens(one.generate(asked, how))
         decode = each_stats(llm, 1)
-        assert len(decode.replicas.failovers) == 1
         assert decode.resumed.num_sequences > 0
         assert decode.resumed.num_tokens > decode.resumed.num_tokens_lost
 
@@ -229,11 +229,11 @@ def _run_until_joined(
 
 
 def test_a_standby_of_a_later_stage_is_read_by_its_own_address(
-    model: str, one: LLM, monkeypatch: pytest.MonkeyPatch
+    model: str, one: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What its instance exports after the loss is fetched, not run again."""
     asked, how = prompts(16, seed=86), params(16, seed=86)
-    crash_after(monkeypatch, {"p0-s1-r0": 2})
+    crash_in_spawned(monkeypatch, {"p0-s1-r0": 2}, tmp_path / "lost")
     options = {**FEW, "r_workers": 1, "spare_r_workers": 1, "pp": 2}
     with LLM(model, instances=["prefill", "decode"], **options) as llm:
         expected = tokens(one.generate(asked, how))

@@ -1,12 +1,15 @@
-"""The controller alone, over instances that a test speaks for: whatever happens,
+"""The router alone, over instances that a test speaks for: whatever happens,
 every request says what it would say anyway, once."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from messages_for_tests import INSTANCE_WELCOME as WELCOME
+from values import replace
 
 from examples import examples
 from fastdecode.core.config.instances import InstanceRole
@@ -20,13 +23,14 @@ from fastdecode.core.errors import (
 )
 from fastdecode.core.holders import KVSource
 from fastdecode.core.sequence import FinishReason, Request, SamplingParams
-from fastdecode.engine.instances.controller import Controller
-from fastdecode.engine.instances.routed_request import RequestStage
+from fastdecode.engine.instances.client import EngineClient
+from fastdecode.engine.instances.routed import RequestStage
+from fastdecode.engine.instances.router import Router
 from fastdecode.schedule.life.handing import HANDED_OVER_LOST
 from fastdecode.schedule.life.lifecycle import NOT_KEPT
 
 BLOCK_SIZE = 16
-SOURCE = KVSource("p-r0", "ab" * 16, 0, 9, 0, 2)
+SOURCE = KVSource("p-r0", "ab" * 16, 0, 1, 0, 2)
 
 
 def answer(request: Request, index: int) -> list[int]:
@@ -36,14 +40,13 @@ def answer(request: Request, index: int) -> list[int]:
     return [rng.randrange(100) for _ in range(rng.choice([1, most, rng.randint(1, most)]))]
 
 
-class Scripted:
-    """An instance, as ``controller.Instance``. Text is a letter a token, of which
+class Scripted(EngineClient):
+    """An instance. Text is a letter a token, of which
     the last is held back until the next is there."""
 
-    def __init__(self, name: str, *, num_tokens: int = 16 * BLOCK_SIZE) -> None:
-        self.name, self.num_tokens, self.max_sequences = name, num_tokens, 100
-        self.broken: FastDecodeError | None = None
-        self.stranded: FastDecodeError | None = None
+    def __init__(self, name: str, role: InstanceRole, *, num_tokens: int = 16 * BLOCK_SIZE) -> None:
+        super().__init__(name, lambda message: None, WELCOME, replace(WELCOME, role=role))
+        self.num_tokens, self.max_sequences = num_tokens, 100
         self.asked: dict[str, Request] = {}
         self._drawn: dict[str, dict[int, int]] = {}
         self._told: dict[str, set[str]] = {}
@@ -66,7 +69,7 @@ class Scripted:
     def cancel(self, request_id: str) -> None:
         self.asked.pop(request_id, None)
 
-    def give_role(self, role: InstanceRole) -> None:
+    def set_role(self, role: InstanceRole) -> None:
         self.role = role
 
     def step(self, name: str) -> list[Delta]:
@@ -113,15 +116,22 @@ class Scripted:
         return [Delta(name, 0, error=error) for name in names]
 
 
-class World:
-    """A controller, its instances, and who listens."""
+def route(clients: list[Scripted]) -> Router:
+    spec: Any = SimpleNamespace(vocab_size=100, num_kv_heads=2, num_layers=1)
+    return Router(clients, spec, batch_tokens=40, block_size=BLOCK_SIZE)
 
-    def __init__(self, num_prefill: int, num_decode: int, **options: int) -> None:
-        self.prefill = [Scripted(f"p{i}") for i in range(num_prefill)]
-        self.decode = [Scripted(f"d{i}") for i in range(num_decode)]
-        self.controller = Controller(
-            self.prefill, self.decode, batch_tokens=40, block_size=BLOCK_SIZE, **options
-        )
+
+def stages(world: World) -> dict[str, RequestStage]:
+    return {name: routed.stage for name, routed in world.router.by_request.items()}
+
+
+class World:
+    """A router, its instances, and who listens."""
+
+    def __init__(self, num_prefill: int, num_decode: int) -> None:
+        self.prefill = [Scripted(f"p{i}", InstanceRole.PREFILL) for i in range(num_prefill)]
+        self.decode = [Scripted(f"d{i}", InstanceRole.DECODE) for i in range(num_decode)]
+        self.router = route([*self.decode, *self.prefill])
         self.requests: dict[str, Request] = {}
         self.said: dict[str, list[Delta]] = {}
         self.cancelled: set[str] = set()
@@ -136,10 +146,10 @@ class World:
         request = Request(name, prompt, params, tokens, seed=rng.randrange(1 << 30))
         self.requests[name], self.said[name] = request, []
         listener = Listener(self.said[name].append, every_step=rng.random() < 0.5)
-        self.controller.submit(request, listener)
+        self.router.submit(request, listener)
 
     def cancel(self, name: str) -> None:
-        if self.controller.cancel(name):
+        if self.router.cancel(name):
             self.cancelled.add(name)
 
     def turn(self, rng: random.Random) -> bool:
@@ -155,22 +165,22 @@ class World:
             while names and len(told) < most:
                 told += instance.step(names.pop())
             if told:
-                self.controller.arrived(told)
-                self.controller.step()
+                self.router.arrived(instance, told)
+                self.router.step()
                 return True
         return False
 
     def lose(self, instance: Scripted) -> None:
-        self.controller.arrived(instance.fail(WorkerError(f"{instance.name} is lost")))
+        self.router.arrived(instance, instance.fail(WorkerError(f"{instance.name} is lost")))
 
     def strand(self, instance: Scripted) -> None:
         """It has no R-worker left, and lives."""
         instance.stranded = WorkerError("no R-worker is left")
-        self.controller.strand(instance, instance.stranded)
+        self.router.lost(instance)
 
     def recover(self, instance: Scripted) -> None:
         instance.stranded = None
-        self.controller.came_back(instance)
+        self.router.came_back()
 
     def check(self) -> None:
         """All that weren't cancelled have said what they would say anyway."""
@@ -185,10 +195,9 @@ class World:
                 if name not in self.cancelled:
                     assert said == tokens and len(text) == len(tokens)
                     assert [d.finish_reason for d in deltas].count("length") == 1
-        controller = self.controller
-        routed_requests, dispatcher = controller.routed_requests, controller.router.dispatcher
-        assert not (routed_requests.by_request or routed_requests.by_job or routed_requests.by_run)
-        assert not controller.num_unfinished_sequences and not controller.num_running
+        router, dispatcher = self.router, self.router.dispatcher
+        assert not (router.by_request or router.by_job or router.by_run)
+        assert not router.num_unfinished_sequences and not router.num_running
         assert not (dispatcher.num_waiting or dispatcher.num_offered)
         assert not any(queue.num_tokens for queue in dispatcher.prefill)
         assert not any(room.num_tokens or room.num_sequences for room in dispatcher.decode)
@@ -246,14 +255,12 @@ def test_instances_without_r_workers_that_come_back_at_any_stage(rng: random.Ran
 
 def with_a_large_request() -> tuple[World, Scripted]:
     """A world that has just taken a request that only one decode instance has room for."""
-    world, large = World(1, 1), Scripted("large", num_tokens=400 * BLOCK_SIZE)
+    world, large = World(1, 1), Scripted("large", InstanceRole.DECODE, num_tokens=400 * BLOCK_SIZE)
     world.decode.append(large)
-    world.controller = Controller(
-        world.prefill, world.decode, batch_tokens=40, block_size=BLOCK_SIZE
-    )
+    world.router = route([*world.decode, *world.prefill])
     request = Request("large", (5,) * 9, SamplingParams(max_tokens=600), 600, seed=1)
     world.requests["large"], world.said["large"] = request, []
-    world.controller.submit(request, Listener(world.said["large"].append, every_step=False))
+    world.router.submit(request, Listener(world.said["large"].append, every_step=False))
     return world, large
 
 
@@ -265,7 +272,7 @@ def test_a_request_that_fits_only_where_no_r_worker_is_left_keeps_nobody_waiting
     world.submit("small", rng)
     while world.turn(rng):
         pass
-    assert list(world.controller.routed_requests.by_request) == ["large"]
+    assert list(world.router.by_request) == ["large"]
     world.recover(large)
     while world.turn(rng):
         pass
@@ -277,18 +284,18 @@ def test_a_request_whose_only_place_is_lost_for_good_fails() -> None:
     del world.requests["large"]  # it fails
     world.strand(large)
     large.broken = WorkerError("its process has ended")
-    world.controller.lost(large, large.broken)
+    world.router.lost(large)
     assert isinstance(world.said["large"][-1].error, CapacityError)
     assert not world.turn(rng)
     world.check()
 
 
 def test_a_prompt_is_fetched_and_its_request_over_in_one_delta() -> None:
-    """A controller that is slow to read finds one delta a sequence."""
+    """A router that is slow to read finds one delta a sequence."""
     rng, world = random.Random(14), World(1, 1)
     request = Request("a", (5,) * 9, SamplingParams(max_tokens=9), 9, seed=1)
     world.requests["a"], world.said["a"] = request, []
-    world.controller.submit(request, Listener(world.said["a"].append, every_step=True))
+    world.router.submit(request, Listener(world.said["a"].append, every_step=True))
     while not world.decode[0].asked:
         assert world.turn(rng)
     (name,), queue = world.decode[0].asked, DeltaQueue()
@@ -296,8 +303,8 @@ def test_a_prompt_is_fetched_and_its_request_over_in_one_delta() -> None:
         queue.put(told)
     (delta,) = queue.take(0)
     assert delta.has_fetched and delta.finish_reason is not None
-    world.controller.arrived([delta])
-    assert world.controller.num_handed_over == 1
+    world.router.arrived(world.decode[0], [delta])
+    assert world.router.num_handed_over == 1
     world.check()
 
 
@@ -310,26 +317,26 @@ def test_roles_that_change_at_any_stage(rng: random.Random) -> None:
             world.turn(rng)
         if rng.random() < 0.5:
             name, role = rng.choice(every).name, rng.choice(list(InstanceRole))
-            world.controller.set_role(name, role)
+            world.router.set_role(name, role)
             assert next(x.role for x in every if x.name == name) is role
         if rng.random() < 0.1:
             world.cancel(f"r{rng.randrange(number + 1)}")
     while world.turn(rng):
         pass
     world.check()
-    assert world.controller.num_moved == 0
+    assert world.router.num_moved == 0
 
 
 def test_whoever_has_both_roles_is_given_whole_requests_while_it_has_room() -> None:
     rng, world = random.Random(5), World(1, 1)
-    world.controller.set_role("p0", InstanceRole.BOTH)
+    world.router.set_role("p0", InstanceRole.BOTH)
     world.submit("a", rng)
     (asked,) = world.prefill[0].asked.values()
     assert not asked.hands_over and asked.max_tokens == world.requests["a"].max_tokens
     with pytest.raises(ConfigError, match="there is no instance 'p9': they are d0, p0"):
-        world.controller.set_role("p9", InstanceRole.DECODE)
-    world.controller.set_role("p0", InstanceRole.BOTH)
-    assert world.controller.num_role_changes == 1
+        world.router.set_role("p9", InstanceRole.DECODE)
+    world.router.set_role("p0", InstanceRole.BOTH)
+    assert world.router.num_role_changes == 1
     while world.turn(rng):
         pass
     world.check()
@@ -340,9 +347,9 @@ def test_who_keeps_prompts_lets_others_be_bound(seed: int) -> None:
     """A large request leaves no room; as soon as it is over, many small ones are
     kept at once, though they were more than a batch of prompts."""
     rng, world = random.Random(seed), World(1, 1)
-    both = Scripted("b", num_tokens=40 * BLOCK_SIZE)
+    both = Scripted("b", InstanceRole.BOTH, num_tokens=40 * BLOCK_SIZE)
     world.prefill, world.decode = [], [both]
-    world.controller = Controller([both], [both], batch_tokens=40, block_size=BLOCK_SIZE)
+    world.router = route([both])
     for name, num_prompt, num_tokens in [
         ("large", 10, 610),
         *((str(i), 30, number) for i, number in enumerate(rng.choices(range(2, 21), k=20))),
@@ -350,17 +357,17 @@ def test_who_keeps_prompts_lets_others_be_bound(seed: int) -> None:
         params = SamplingParams(max_tokens=num_tokens)
         request = Request(name, (5,) * num_prompt, params, num_tokens, seed=rng.randrange(1 << 30))
         world.requests[name], world.said[name] = request, []
-        world.controller.submit(request, Listener(world.said[name].append, every_step=False))
+        world.router.submit(request, Listener(world.said[name].append, every_step=False))
     while world.turn(rng):
         pass
-    assert world.controller.routed_requests.stages == {}
+    assert stages(world) == {}
 
 
 def test_what_has_been_decided_of_a_request_that_leaves_takes_no_room() -> None:
     """Room is booked for G, but before G is sent there, an instance that takes
     nothing turns out to have had its prompt."""
     rng, world = random.Random(9), World(1, 1)
-    dispatcher = world.controller.router.dispatcher
+    dispatcher = world.router.dispatcher
     decode, (_, queue) = dispatcher.decode, dispatcher.prefill
     decode[0].num_sequences = decode[0].max_sequences
     world.submit("G", rng)
@@ -368,13 +375,13 @@ def test_what_has_been_decided_of_a_request_that_leaves_takes_no_room() -> None:
         pass
     queue.num_tokens = 1000
     world.submit("A", rng)
-    assert world.controller.routed_requests.stages == {
+    assert stages(world) == {
         "G": RequestStage.OFFERED,
         "A": RequestStage.QUEUED,
     }
     queue.num_tokens = decode[0].num_sequences = 0
     world.prefill[0].broken = WorkerError("it takes nothing, and nobody knows")
-    world.controller.router.look()
+    world.router.dispatch()
     while world.turn(rng):
         pass
     world.check()
@@ -385,10 +392,10 @@ def test_a_burst_waits_for_room() -> None:
     for number in range(300):
         world.submit(f"r{number}", rng)
     while world.turn(rng):
-        assert world.controller.router.dispatcher.decode[0].num_tokens <= 16 * BLOCK_SIZE
+        assert world.router.dispatcher.decode[0].num_tokens <= 16 * BLOCK_SIZE
     world.check()
     assert world.decode[0].most <= 16, "each has a block at least"
-    assert world.controller.num_moved == 0
+    assert world.router.num_moved == 0
 
 
 def test_what_cannot_be_prefilled_or_fetched_is_run_where_it_is_decoded() -> None:
@@ -397,12 +404,12 @@ def test_what_cannot_be_prefilled_or_fetched_is_run_where_it_is_decoded() -> Non
         world = World(1, 1)
         world.submit("a", rng)
         (name,) = world.prefill[0].asked
-        world.controller.arrived([Delta(name, 0, error=error)])
+        world.router.arrived(world.prefill[0], [Delta(name, 0, error=error)])
         assert not world.prefill[0].asked or error.code == HANDED_OVER_LOST
         while world.turn(rng):
             pass
         world.check()
-        assert world.controller.num_moved == 1
+        assert world.router.num_moved == 1
 
 
 @pytest.mark.parametrize("code", [CANCELLED, "not_finite"])
@@ -413,10 +420,10 @@ def test_a_request_fails_once_each_instance_has_failed_it(code: str) -> None:
     world.submit("b", rng)
     first, second = RequestError("first", code=code), RequestError("second", code=code)
     name, _ = world.prefill[0].asked
-    world.controller.arrived([Delta(name, 0, error=first)])
+    world.router.arrived(world.prefill[0], [Delta(name, 0, error=first)])
     assert not world.said["a"] and name not in world.prefill[0].asked
     (elsewhere,) = world.decode[0].asked
-    world.controller.arrived([Delta(elsewhere, 0, error=second)])
+    world.router.arrived(world.decode[0], [Delta(elsewhere, 0, error=second)])
     assert world.said["a"][-1].error is first and not world.said["b"]
     del world.requests["a"]
     while world.turn(rng):
@@ -436,10 +443,10 @@ def test_errors_that_come_before_an_engine_says_that_it_has_broken_down(rng: ran
     error = FastDecodeError("a step broke down before: ZeroDivisionError")
     deltas = hurt.fail(error)
     hurt.broken = None  # its Failed is on its way
-    world.controller.arrived(deltas)
+    world.router.arrived(hurt, deltas)
     hurt.asked.clear()
     hurt.broken = error
-    world.controller.lost(hurt, error)
+    world.router.lost(hurt)
     while world.turn(rng):
         pass
     world.check()
@@ -450,21 +457,19 @@ def test_when_no_instance_is_left_all_end() -> None:
     for number in range(3):
         world.submit(f"r{number}", rng)
     world.lose(world.prefill[0])
-    assert {routed.stage for routed in world.controller.routed_requests.by_request.values()} == {
-        RequestStage.DECODE
-    }
+    assert {routed.stage for routed in world.router.by_request.values()} == {RequestStage.DECODE}
     world.lose(world.decode[0])
     with pytest.raises(WorkerError, match="no instance is left"):
-        world.controller.step()
-    world.controller.abandon(WorkerError("no instance is left"))
+        world.router.step()
+    world.router.abandon(WorkerError("no instance is left"))
     assert all(said[-1].error is not None for said in world.said.values())
     with pytest.raises(WorkerError):
-        world.controller.submit(replace(world.requests["r0"], request_id="new"))
+        world.router.submit(replace(world.requests["r0"], request_id="new"))
 
 
 def test_what_fits_nowhere_is_refused_at_once() -> None:
     world = World(1, 1)
     request = Request("a", (5,) * 300, SamplingParams(), 100, seed=0)
     with pytest.raises(CapacityError, match="fits on no decode instance"):
-        world.controller.submit(request)
-    assert not world.controller.routed_requests.by_request
+        world.router.submit(request)
+    assert not world.router.by_request

@@ -13,11 +13,11 @@ from fastdecode.core.holders import KVSource
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.sequence import Request, SamplingParams, TokenLogprob
-from fastdecode.engine.instances.claims import Claims
+from fastdecode.engine.instances.routed import InstanceRun, RoutedRequest
+from fastdecode.schedule.dispatch import DispatchJob
 
 PROMPT = (5, 6, 7, 8, 9)
 PLAIN = Request("a", PROMPT, SamplingParams(n=2, min_tokens=2), 4, seed=1)
-ENDLESS = replace(PLAIN, params=SamplingParams(n=2, ignore_eos=True))
 PROMPT_ONLY = replace(PLAIN, params=SamplingParams(n=2), max_tokens=1, hands_over=True)
 SOURCE = KVSource("p-r0", "ab" * 16, 0, 5, 0, 1)
 FETCHING = replace(PLAIN, drawn={0: (20, 21), 1: (30,)}, sources=(SOURCE,))
@@ -58,41 +58,25 @@ LIES = {
     "beyond the vocabulary": (PLAIN, [said(0, 1 << 30)]),
     "more after the end": (PLAIN, [said(0, 1, 2, finish_reason="stop"), said(0, 3)]),
     "two ends": (PLAIN, [said(0, 1, 2, finish_reason="stop"), said(0, finish_reason="stop")]),
-    "length too early": (PLAIN, [said(0, 1, 2, 3, finish_reason="length")]),
-    "stop before min_tokens": (PLAIN, [said(0, 1, finish_reason="stop")]),
-    "stop where nothing stops": (ENDLESS, [said(0, 1, 2, finish_reason="stop")]),
-    "a prompt as long as it may be": (PROMPT_ONLY, [said(0, 1, finish_reason="length")]),
-    "more cached than there is": (
-        PLAIN, [said(0, 1, 2, finish_reason="stop", num_cached_tokens=10)],
-    ),
-    "other tokens than given": (FETCHING, [said(0, 20, 22)]),
-    "other tokens than given, later": (FETCHING, [said(0, 20), said(0, 22)]),
     "logprobs unasked": (PLAIN, [said(0, 1, logprobs=logged(1))]),
     "logprobs left out": (LOGGED, [said(0, 20, 21, 9)]),
-    "logprobs of known tokens": (LOGGED, [said(0, 20, logprobs=logged(20))]),
     "logprobs of others": (LOGGED, [said(0, 20, 21, 9, logprobs=logged(8))]),
     "an offer unasked": (PLAIN, [said(0, 1, sources=(SOURCE,)), said(1, 1)]),
-    "two offers": (
-        PROMPT_ONLY,
-        [said(0, 1), said(1, 2), said(0, sources=(SOURCE,)), said(0, sources=(SOURCE,))],
-    ),
-    "an offer too early": (PROMPT_ONLY, [said(0, 1, sources=(SOURCE,))]),
     "an offer of more": (
         PROMPT_ONLY, [said(0, 1, sources=(replace(SOURCE, first_token=1),)), said(1, 1)],
     ),
     "an offer of other heads": (
         PROMPT_ONLY, [said(0, 1, sources=(replace(SOURCE, first_head=512),)), said(1, 1)],
     ),
-    "a fetch of nothing": (PLAIN, [said(0, has_fetched=True)]),
-    "two fetches": (FETCHING, [said(0, has_fetched=True), said(0, has_fetched=True)]),
 }  # fmt: skip
 
 
 def hear(asked: Request, deltas: list[Delta], spec: ModelSpec) -> None:
-    claims = Claims(asked)
+    run, routed = InstanceRun(asked, 0), RoutedRequest(asked, None, DispatchJob(0, 5, 9))
     for delta in deltas:
-        claims.add(delta, spec)
-    claims.check_offer()
+        if delta.error is None:
+            run.check(delta, spec)
+            routed.tell(run, delta)
 
 
 @pytest.mark.parametrize("name", TRUE)

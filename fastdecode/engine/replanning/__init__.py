@@ -1,2 +1,0 @@
-"""Roles of running instances, looked at again: what their controller does of
-``cost_model.goodput.replanning``, which decides."""
