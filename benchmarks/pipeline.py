@@ -222,13 +222,13 @@ class Bench:
 
 
 def r_worker(delay_s: float) -> None:
-    from fastdecode.wire.mpi.hub import RWorkerHub
+    from fastdecode.wire.mpi.hub import r_worker_hub
     from fastdecode.wire.mpi.job import join, leave
     from rworker.attention import AttentionExecutor
     from rworker.state import RWorkerState
     from rworker.worker import serve
 
-    hub: Any = RWorkerHub(join())
+    hub: Any = r_worker_hub(join())
     if delay_s:
         hub = DelayedHub(hub, delay_s)
     serve(hub, RWorkerState("r0", kv_bytes=4 << 30), AttentionExecutor(num_threads=1))

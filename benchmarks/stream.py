@@ -238,7 +238,7 @@ def mpi_rank(way: str, out: Path, rounds: int) -> None:
 
     job = join()
     from fastdecode.wire.mpi.connection import MPI
-    from fastdecode.wire.mpi.hub import RWorkerHub, connect_stage
+    from fastdecode.wire.mpi.hub import connect_stage, r_worker_hub
     from rworker.host import make_worker
     from rworker.worker import serve
 
@@ -249,7 +249,7 @@ def mpi_rank(way: str, out: Path, rounds: int) -> None:
             for at in range(0, num_bytes, size):
                 job.comm.Recv([buffers[at // size % 2], MPI.BYTE], 0, 7)
             job.comm.Send([np.zeros(1, np.uint8), MPI.BYTE], 0, 7)
-        peers = RWorkerHub(job)
+        peers = r_worker_hub(job)
         serve(peers, *make_worker("r0", kv_memory_gb=KV_BYTES / 1e9, num_threads=1))
         peers.close()
         leave(0)

@@ -84,19 +84,18 @@ class RawMpi:
         self._mpi, self._job, self._ranks = MPI, job, ranks
 
     def trip(self, out: np.ndarray, back: np.ndarray) -> None:
+        world = self._mpi.COMM_WORLD
         with self._job.lock:
-            receives = [
-                self._job.comm.Irecv([back, self._mpi.BYTE], rank, 7) for rank in self._ranks
-            ]
-            sends = [self._job.comm.Isend([out, self._mpi.BYTE], rank, 7) for rank in self._ranks]
+            receives = [world.Irecv([back, self._mpi.BYTE], rank, 7) for rank in self._ranks]
+            sends = [world.Isend([out, self._mpi.BYTE], rank, 7) for rank in self._ranks]
         self._wait([*sends, *receives])
 
     def answer(self, out: np.ndarray, back: np.ndarray) -> None:
         with self._job.lock:
-            receive = self._job.comm.Irecv([out, self._mpi.BYTE], self._ranks[0], 7)
+            receive = self._mpi.COMM_WORLD.Irecv([out, self._mpi.BYTE], self._ranks[0], 7)
         self._wait([receive])
         with self._job.lock:
-            send = self._job.comm.Isend([back, self._mpi.BYTE], self._ranks[0], 7)
+            send = self._mpi.COMM_WORLD.Isend([back, self._mpi.BYTE], self._ranks[0], 7)
         self._wait([send])
 
     def _wait(self, requests: list[Any]) -> None:
@@ -181,7 +180,7 @@ def mpi_rank(transport: str, out: Path) -> None:
     from fastdecode.wire.mpi.ranks import S_RANK, StageRanks
 
     job = join()
-    from fastdecode.wire.mpi.hub import RWorkerHub, connect_stage
+    from fastdecode.wire.mpi.hub import connect_stage, r_worker_hub
 
     pin(job.rank)
     if job.rank == S_RANK:
@@ -192,7 +191,7 @@ def mpi_rank(transport: str, out: Path) -> None:
         save(out, measure(transport, hub, RawMpi(job, list(r_ranks))))
         hub.close()
     else:
-        s_side = RWorkerHub(job)
+        s_side = r_worker_hub(job)
         index, hello = s_side.receive_any(TIMEOUT_S)
         assert hello == HELLO
         serve(s_side.connections[index], RawMpi(job, [S_RANK]))

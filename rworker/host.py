@@ -15,7 +15,7 @@ from rworker.serving_terms import ANYBODY_ONCE, ServingTerms
 from rworker.tiers.disk import Disk, disk_of
 
 if TYPE_CHECKING:
-    from fastdecode.wire.mpi.job import MpiJob
+    from fastdecode.wire.mpi.connection import MpiJob
     from fastdecode.wire.mpi.ranks import InstanceRanks
     from rworker.attention import AttentionExecutor
     from rworker.state import RWorkerState
@@ -130,15 +130,15 @@ def serve_rank(
         ConfigError: If an option is out of range, or this is the S-worker's rank.
     """
     mpi_ranks.let_rank_0_stop()
-    from fastdecode.wire.mpi.hub import MpiNeighbours, RWorkerHub
-    from fastdecode.wire.mpi.job import leave, wait_for_end
+    from fastdecode.wire.mpi.hub import neighbour_hub, r_worker_hub
+    from fastdecode.wire.mpi.job import leave
     from rworker.worker import serve
 
     if num_threads is None and num_sharing_cpus is not None:
         num_threads = available_cores(mpi_ranks.local_size(), num_sharing_cpus)
     _check_rank(job, instances)
-    hub = RWorkerHub(job)  # gives signs of life, while kernels are compiled too
-    neighbours = MpiNeighbours(job, 0.0 if instances is None else silence_s)
+    hub = r_worker_hub(job)  # gives signs of life, while kernels are compiled too
+    neighbours = neighbour_hub(job, 0.0 if instances is None else silence_s)
     state, executor = make_worker(
         f"rank {job.rank} on {job.host}",
         kv_memory_gb=kv_memory_gb,
@@ -150,7 +150,7 @@ def serve_rank(
     neighbours.close()
     hub.close()
     if instances is not None:
-        wait_for_end(job)  # the other instances continue
+        job.wait_for_end()  # the other instances continue
     if mpi_ranks.S_RANK in job.dead:
         # It can't say itself that the job has failed, and mpirun doesn't.
         code = WorkerError.exit_code

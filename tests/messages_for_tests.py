@@ -195,7 +195,4 @@ def in_frames(message: Message) -> list[bytes]:
 
 
 def in_one_piece(message: Message) -> np.ndarray:
-    frame = _CODEC.encode(message)
-    out = np.zeros(frame.num_bytes, np.uint8)
-    frame.write(out.data)
-    return out
+    return np.frombuffer(bytearray(_CODEC.encode(message).in_one_piece()), np.uint8)

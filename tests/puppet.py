@@ -192,5 +192,5 @@ def _hold_quietly(connection: Any, num_messages: int) -> list[Any]:
 
 def _send_raw(connection: Any, data: bytes) -> None:
     """Bytes that no codec has written, as an MPI message."""
-    with connection._exchange.lock:
-        connection.isend(data)
+    with connection.job.lock:
+        connection.job.isend(connection.rank, connection.line, data)

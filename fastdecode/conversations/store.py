@@ -115,7 +115,7 @@ class ConversationStore:
     def append(
         self, conversation_id: str, name: str, history: History, step: HistoryStep, now_s: float
     ) -> None:
-        """Write a turn. Raises FastDecodeError: (``output_failed``) If nothing of it is kept."""
+        """Write a turn. Raises FastDecodeError: (``output_failed``) If it can't be kept."""
         is_late = time.monotonic() - self._synced_s >= self._sync_s
         if is_late or self._num_unsynced >= self._sync_turns:
             self.sync()

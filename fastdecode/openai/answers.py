@@ -28,7 +28,7 @@ class AnswerHead:
 def answer_body(
     request: BodyRequest, outputs: Sequence[RequestOutput], codec: TextCodec, head: AnswerHead
 ) -> dict[str, Any]:
-    """Return a completion's or a chat's body. Each prompt has one of ``outputs``, no error."""
+    """Return a completion's or a chat's body. ``outputs`` are one per prompt, none an error."""
     writer = ChoiceWriter(request, codec, head)
     body = {
         **writer.head("chat.completion"),
@@ -152,7 +152,7 @@ class ChoiceWriter:
     def logprobs(
         self, steps: Sequence[TokenLogprob], offsets: Sequence[int]
     ) -> Mapping[str, Any] | None:
-        """Return the logprobs of consecutive tokens. They begin at ``offsets``, but in chats."""
+        """Return the logprobs of consecutive tokens. Their texts begin at ``offsets``."""
         if self.request.is_chat:
             return {"content": [self._chat_step(step) for step in steps], "refusal": None}
         return {

@@ -314,7 +314,7 @@ def _stream(body: dict[str, Any]) -> StreamOptions | None:
 
 
 def _refuse_unsupported(body: dict[str, Any], url: str, also: Sequence[str]) -> None:
-    """Raise BodyError if a field is unknown, but for ``also``, or asks for what isn't supported."""
+    """Raise BodyError for unknown and unsupported fields. Those in ``also`` are allowed."""
     asks_nothing: Mapping[str, Sequence[object]] = {
         "best_of": [body.get("n") or 1],
         # Prompts have them, chats have what the template writes.

@@ -103,7 +103,7 @@ async def _serve(connected: socket.socket) -> None:
 
 
 def _configured(options: ServeOptions, app: Any) -> uvicorn.Config:
-    """Return uvicorn's configuration. Raises ConfigError: If TLS's files are unsafe or no use."""
+    """Return uvicorn's configuration. Raises ConfigError: If TLS's files are unusable."""
     config = uvicorn.Config(
         app,
         http="httptools",

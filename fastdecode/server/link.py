@@ -107,11 +107,8 @@ class Packing:
     def __init__(self) -> None:
         self._codec = Codec(get_args(ServerMessage))
 
-    def packed(self, message: ServerMessage) -> bytearray:
-        frame = self._codec.encode(message)
-        raw = bytearray(frame.num_bytes)
-        frame.write(memoryview(raw))
-        return raw
+    def packed(self, message: ServerMessage) -> bytes:
+        return self._codec.encode(message).in_one_piece()
 
     def parsed(self, raw: bytes) -> ServerMessage:
         """Raises: ProtocolError: If these bytes are not a message."""

@@ -121,7 +121,7 @@ class TokenizerFiles:
 
 
 def find_tokenizer(model_dir: Path) -> Path | None:
-    """Return a directory's ``tokenizer.json``. Raises CheckpointError: If it has others alone."""
+    """Return a folder's ``tokenizer.json``. Raises CheckpointError: If it must be made first."""
     if (model_dir / "tokenizer.json").exists():
         return model_dir / "tokenizer.json"
     for pattern, (where, program) in _CONVERTED.items():

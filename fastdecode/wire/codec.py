@@ -28,6 +28,7 @@ from typing import Any, Final, TypeAlias, Union, get_args
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fastdecode.core import errors
@@ -55,8 +56,8 @@ KINDS: Final[dict[int, type[Message]]] = {
     for kind in get_args(union)
 }
 """All messages of the protocol, by their numbers."""
+_PADDING: Final = bytes(ALIGNMENT)
 NOTHING: Final[Array] = np.zeros(0, np.uint8)
-_NO_FRAMES: Final[Iterator[Any]] = iter(())
 
 
 def aligned(num_bytes: int) -> int:
@@ -111,14 +112,24 @@ class Frame(msgspec.Struct, frozen=True, eq=False):
     body_bytes: int
     num_bytes: int  # in one piece
 
-    def write(self, out: memoryview) -> None:
-        """Write head and body in one piece into bytes [num_bytes]. Padding stays as it was."""
-        out[: len(self.head)] = self.head
-        if self.body_bytes:
-            self.write_body(out, self.num_bytes - self.body_bytes)
+    def in_one_piece(self) -> bytes:
+        """Return head and body."""
+        if not self.body_bytes:
+            return self.head
+        parts: list[Any] = [self.head]
+        at = len(self.head)
+        for array in self.arrays:
+            parts += _PADDING[: -at % ALIGNMENT], array
+            at = array.nbytes
+        try:
+            return b"".join(parts)
+        except TypeError:  # an array isn't contiguous, and a check takes time
+            arrays = [np.ascontiguousarray(array) for array in self.arrays]
+            return replace(self, arrays=arrays).in_one_piece()
 
-    def write_body(self, out: memoryview, at: int = 0) -> None:
-        """Copy the arrays into bytes [at + body_bytes]. ``at`` is a multiple of ``ALIGNMENT``."""
+    def write_body(self, out: memoryview) -> None:
+        """Copy the arrays into bytes [body_bytes]. Padding stays as it was."""
+        at = 0
         for array in self.arrays:
             end = at + array.nbytes
             if end > at:
@@ -173,13 +184,19 @@ class Codec:
 
     Args:
         receives: Kinds of messages that the peer may send.
+        take: Gives memory to join the frames of an array in. None for fresh memory.
     """
 
-    def __init__(self, receives: Iterable[type[Message]] = KINDS.values()) -> None:
+    def __init__(
+        self,
+        receives: Iterable[type[Message]] = KINDS.values(),
+        take: Callable[[int], Array] | None = None,
+    ) -> None:
         self._receives = frozenset(receives)
         self._arrays: list[Array] = []
         self._body, self._at, self._end = NOTHING, 0, 0
-        self._frames, self._take = _NO_FRAMES, np.empty
+        self._frames: Iterator[Any] = iter(())
+        self._take = take
         self._encode = msgspec.msgpack.Encoder(enc_hook=self._encode_value).encode
         long = [kind for kind in self._receives if kind.is_long]
         self._decode = self._decoder([*self._receives, Long] if long else self._receives)
@@ -212,14 +229,10 @@ class Codec:
         return Frame(head, arrays, body_bytes, piece_bytes(len(head), body_bytes))
 
     def decode(
-        self,
-        head: Array | memoryview,
-        body: Array = NOTHING,
-        frames: Sequence[Any] = (),
-        take: Callable[[int], Array] = np.empty,
+        self, head: Array | memoryview, body: Array = NOTHING, frames: Sequence[Any] = ()
     ) -> Message:
         """Decode a message in one piece, or its head and a body, or its head and arrays in frames,
-        one or several each. Arrays are views of these, or of what ``take`` gives to join frames in.
+        one or several each. Arrays are views of these.
 
         Raises:
             ProtocolError: If this side does not receive such a message.
@@ -235,7 +248,7 @@ class Codec:
                 f"{body_bytes} were announced"
             )
         self._body, self._at, self._end = body, start, len(body)
-        self._frames, self._take = iter(frames) if frames else _NO_FRAMES, take
+        self._frames = iter(frames)
         try:
             message: Message = self._read(view[_PREFIX.size : head_bytes], self._decode)
             if type(message) is Long:
@@ -243,7 +256,7 @@ class Codec:
                 message = self._read(message.fields.data, self._decode_long)
             return message
         finally:
-            self._body, self._frames = NOTHING, _NO_FRAMES
+            self._body, self._frames = NOTHING, iter(())
 
     def _read(self, fields: memoryview, decode: Callable[[Any], Any]) -> Any:
         """Return the message with these fields, whose arrays take the whole body."""
@@ -306,4 +319,4 @@ class Codec:
         if len(parts) < 2:
             return parts[0] if parts else NOTHING
         buffers = [np.frombuffer(part, np.uint8) for part in parts]
-        return np.concatenate(buffers, out=self._take(num_bytes))
+        return np.concatenate(buffers, out=None if self._take is None else self._take(num_bytes))

@@ -15,13 +15,7 @@ from typing import Any, Final, Generic, TypeAlias
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.transport import (
-    PeerLostError,
-    ReceiveT,
-    SendT,
-    closed_error,
-    timeout_error,
-)
+from fastdecode.wire.transport import PeerLostError, ReceiveT, SendT, closed_error, timeout_error
 
 
 class InprocConnection(Generic[SendT, ReceiveT]):
@@ -30,11 +24,9 @@ class InprocConnection(Generic[SendT, ReceiveT]):
     def __init__(self, peer: str, hub: InprocHub[SendT, ReceiveT]) -> None:
         self.peer: Final = peer
         self._hub = hub
-        self.index = -1
-        """Its place in the hub's ``connections``."""
+        self.index = -1  # its place in the hub's connections
         self._remote: InprocConnection[Any, SendT] | None = None
-        self.is_closed = False
-        """True if this side has closed it."""
+        self.is_closed = False  # true if this side has closed it
         self._ended = False  # the end has been taken from the queue
 
     heard_s = None  # a thread ends with its process
@@ -157,18 +149,12 @@ class InprocHub(Generic[SendT, ReceiveT]):
     ) -> ReceiveT:
         """Return the next message of one connection, as ``Connection.receive`` does."""
         deadline = None if timeout_s is None else self._clock() + timeout_s
-        pending = self._take_pending(wanted)
-        if pending is not None:
-            return wanted.take(pending[1])
-        while True:
+        while (pending := self._take_pending(wanted)) is None:
             try:
-                arrival = self._next_arrival(deadline)
+                self._pending.append(self._next_arrival(deadline))
             except Empty:
-                assert timeout_s is not None
-                raise timeout_error(wanted.peer, timeout_s) from None
-            if arrival[0] is wanted:
-                return wanted.take(arrival[1])
-            self._pending.append(arrival)
+                raise timeout_error(wanted.peer, timeout_s or 0.0) from None
+        return wanted.take(pending[1])
 
     def poll(self, wanted: InprocConnection[SendT, ReceiveT]) -> ReceiveT | None:
         """Return the next message of one connection, or None."""

@@ -87,17 +87,13 @@ class JobLine:
     s_host: str | None = None
     interface: str | None = None
     """Network that MPI uses: an interface's name, or 10.0.0.0/24 with Open MPI."""
-    extra: tuple[str, ...] = ()
-    """More options of mpirun."""
-    as_root: bool = False
-    """Run as root, which Open MPI refuses otherwise."""
-    num_s_ranks: int = 1
-    """S-workers of each stage that act as one (``--tp``)."""
+    extra: tuple[str, ...] = ()  # more options of mpirun
+    as_root: bool = False  # run as root, which Open MPI refuses otherwise
+    num_s_ranks: int = 1  # S-workers of each stage that act as one (--tp)
     num_stages: int = 1
     """Pipeline stages (``--pp``). Each runs beside the first of its R-workers, unless ``s_host``
     is given."""
-    has_r_workers: bool = True
-    """If False, hosts say how many stages each has."""
+    has_r_workers: bool = True  # if False, hosts say how many stages each has
     instances: tuple[PlacedInstance, ...] = ()
     """They take the R-workers of ``hosts`` in order. The S-workers of a stage are beside the first
     of its R-workers, and the controller beside the first instance, unless ``s_host`` is given."""

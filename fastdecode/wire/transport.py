@@ -20,8 +20,10 @@ call ``close`` at any time.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
@@ -104,23 +106,6 @@ class PeerLostError(WorkerError):
         self.index = index
 
 
-class SoleHub(Generic[SendT, ReceiveT]):
-    """A hub with one connection, whose index is 0."""
-
-    def __init__(self, connection: Connection[SendT, ReceiveT]) -> None:
-        self.connections = (connection,)
-        self._is_over = False
-
-    def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
-        try:
-            return 0, self.connections[0].receive(timeout_s)
-        except WorkerError as error:
-            if error.code == TIMEOUT or self._is_over:
-                raise
-            self._is_over = True
-            raise PeerLostError(0, error) from None
-
-
 def unreadable(peer: str, error: Exception) -> WorkerError:
     """Return the error for a message that raised what no reader expects. The mistake is on this
     side, and ends that connection alone."""
@@ -155,104 +140,100 @@ def timeout_error(peer: str, timeout_s: float) -> WorkerError:
     )
 
 
-class HubBehind(Generic[SendT, ReceiveT]):
-    """Connections whose peers work in this thread when they are polled, and behind them those of
-    ``hub``. It does not wait for others while one of the first has work, nor for long while one
-    moves KV (``is_busy``) and may report on that at any time."""
+class PolledHub(Generic[SendT, ReceiveT]):
+    """Connections whose peers work in this thread when they are polled: they answer at once, or
+    never. One that moves KV (``is_busy``) may report on that at any time."""
 
-    def __init__(
-        self,
-        firsts: Sequence[Any],
-        hub: Hub[SendT, ReceiveT] | None = None,
-    ) -> None:
-        self._firsts = tuple(firsts)
-        self._hub = hub
+    def __init__(self, connections: Sequence[Any]) -> None:
+        self.connections: Sequence[Any] = tuple(connections)
         self._over: set[int] = set()
 
     @property
-    def connections(self) -> Sequence[Connection[SendT, ReceiveT]]:
-        return [*self._firsts, *(() if self._hub is None else self._hub.connections)]
+    def is_busy(self) -> bool:
+        return any(connection.is_busy for connection in self.connections)
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            was_busy = self._is_busy
-            found = self._poll()  # which ends or begins a transfer
-            if found is not None:
-                return found
-            if self._hub is None:  # they answer at once, or never
-                peers = ", ".join(first.peer for first in self._firsts)
-                raise timeout_error(peers, timeout_s or 0.0)
-            left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
-            turns = (was_busy or self._is_busy) and (left_s is None or left_s > _LOOK_S)
-            try:
-                index, message = self._hub.receive_any(_LOOK_S if turns else left_s)
-            except PeerLostError as lost:
-                raise PeerLostError(len(self._firsts) + lost.index, lost) from None
-            except WorkerError as error:
-                if not turns or error.code != TIMEOUT:
-                    raise
-            else:
-                return len(self._firsts) + index, message
-
-    @property
-    def _is_busy(self) -> bool:
-        return any(first.is_busy for first in self._firsts)
-
-    def _poll(self) -> tuple[int, ReceiveT] | None:
-        for index, first in enumerate(self._firsts):
+        for index, connection in enumerate(self.connections):
             if index in self._over:
                 continue
             try:
-                message = first.poll()
+                message = connection.poll()
             except WorkerError as error:
                 self._over.add(index)
                 raise PeerLostError(index, error) from None
             if message is not None:
                 return index, message
-        return None
+        peers = ", ".join(connection.peer for connection in self.connections)
+        if len(self._over) == len(self.connections):
+            raise closed_error(peers, by_peer=True)
+        raise timeout_error(peers, timeout_s or 0.0)
 
 
 class JoinedHub(Generic[SendT, ReceiveT]):
     """The connections of the first hub, and behind them those of the others;
     see ``fastdecode.wire.transport.Hub``. All but the last keep their number of
     connections. Waiting is looking at all of them in turn, politely
-    (``fastdecode.wire.waiting``): no transport can wait for another.
+    (``fastdecode.wire.waiting``): no transport can wait for another. If all but the last are
+    polled (``PolledHub``), it waits in the last, and not for long while one of them is busy.
     """
 
     def __init__(self, *hubs: Hub[SendT, ReceiveT]) -> None:
         self._hubs = hubs
         self._next = 0
+        self._polled = [hub for hub in hubs[:-1] if isinstance(hub, PolledHub)]
 
     @property
     def connections(self) -> Sequence[Connection[SendT, ReceiveT]]:
         return [connection for hub in self._hubs for connection in hub.connections]
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
-        found = look_until_found(self._look, timeout_s)
-        if found is None:
-            assert timeout_s is not None
-            raise timeout_error(" or ".join(self._names), timeout_s)
-        return found
-
-    def _look(self) -> tuple[int, ReceiveT] | None:
-        """Poll each hub once. Each call starts behind the one that had a message last."""
-        num_closed = 0
-        for turn in range(len(self._hubs)):
-            number = (self._next + turn) % len(self._hubs)
-            first = sum(len(hub.connections) for hub in self._hubs[:number])
+        last = len(self._hubs) - 1
+        if len(self._polled) < last:
+            found = look_until_found(partial(self._look, last + 1), timeout_s)
+            if found is None:
+                raise timeout_error(" or ".join(self._names), timeout_s or 0.0)
+            return found
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            was_busy = any(hub.is_busy for hub in self._polled)
+            found = self._look(last)  # which ends or begins a transfer
+            if found is not None:
+                return found
+            left_s = max(0.0, end_s - time.monotonic())
+            is_busy = was_busy or any(hub.is_busy for hub in self._polled)
+            turns = is_busy and left_s > _LOOK_S
+            wait_s = _LOOK_S if turns else None if timeout_s is None else left_s
             try:
-                index, message = self._hubs[number].receive_any(0.0)
-            except PeerLostError as lost:
-                raise PeerLostError(first + lost.index, lost) from None
+                return self._receive(last, wait_s)
+            except WorkerError as error:
+                if not turns or error.code != TIMEOUT or isinstance(error, PeerLostError):
+                    raise
+
+    def _look(self, num_hubs: int) -> tuple[int, ReceiveT] | None:
+        """Poll the first hubs once. Each call starts behind the one that had a message last."""
+        num_closed = 0
+        for turn in range(num_hubs):
+            number = (self._next + turn) % num_hubs
+            try:
+                found = self._receive(number, 0.0)
+            except PeerLostError:
+                raise
             except WorkerError as error:
                 num_closed += error.code != TIMEOUT
             else:
                 self._next = number + 1
-                return first + index, message
+                return found
         if num_closed == len(self._hubs):
             raise closed_error(", ".join(self._names) or "every peer", by_peer=True)
         return None
+
+    def _receive(self, number: int, timeout_s: float | None) -> tuple[int, ReceiveT]:
+        first = sum(len(hub.connections) for hub in self._hubs[:number])
+        try:
+            index, message = self._hubs[number].receive_any(timeout_s)
+        except PeerLostError as lost:
+            raise PeerLostError(first + lost.index, lost) from None
+        return first + index, message
 
     @property
     def _names(self) -> list[str]:

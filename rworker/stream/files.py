@@ -156,8 +156,7 @@ def _in_pieces(frame: Frame) -> list[memoryview]:
     if not frame.arrays:
         return [memoryview(frame.head)]
     *small, last = frame.arrays
-    piece = bytearray(frame.num_bytes - last.nbytes)
-    replace(frame, arrays=small).write(memoryview(piece))
+    piece = replace(frame, arrays=[*small, last[:0]]).in_one_piece()
     return [memoryview(piece), memoryview(np.ascontiguousarray(last)).cast("B")]
 
 

@@ -24,7 +24,7 @@ from fastdecode.wire.transport import CLOSED, Connection, Hub, PeerLostError
 from rworker.transfers.neighbours import NeighbourConnection, Neighbours
 
 if TYPE_CHECKING:
-    from fastdecode.wire.mpi.job import MpiJob
+    from fastdecode.wire.mpi.connection import MpiJob
     from fastdecode.wire.zmq.hub import ZmqHub
     from fastdecode.wire.zmq.keys import ClusterKey
 
@@ -231,11 +231,11 @@ class RankExports:
         self._opened = ExitStack()
 
     def add(self, name: str, hub: InprocHub[FromRWorker, ToRWorker]) -> Neighbours:
-        from fastdecode.wire.mpi.hub import MpiNeighbours, RWorkerHub
+        from fastdecode.wire.mpi.hub import neighbour_hub, r_worker_hub
 
-        neighbours = MpiNeighbours(self._job, self._silence_s)
+        neighbours = neighbour_hub(self._job, self._silence_s)
         self._opened.callback(neighbours.close)
-        server = ExportServer(name, RWorkerHub(self._job, is_hurried=False), hub)
+        server = ExportServer(name, r_worker_hub(self._job, is_hurried=False), hub)
         self._opened.callback(server.close)
         server.start()
         return neighbours

@@ -121,12 +121,11 @@ def test_ranks_of_instances_with_several_s_workers() -> None:
     prefill = PlacedInstance(InstanceRole.PREFILL, 1, tp=2)
     decode = PlacedInstance(InstanceRole.DECODE, 4, tp=2, pp=2)
     ranks = InstanceRanks((prefill, decode))
-    assert ranks.size == 12 and ranks.leaders == (1, 4)
-    assert [list(ranks.s_ranks(i)) for i in range(2)] == [[1, 2], [4, 5, 6, 7]]
-    assert [list(ranks.r_ranks(i)) for i in range(2)] == [[3], [8, 9, 10, 11]]
+    assert ranks.size == 12 and [each.first for each in ranks.stages] == [1, 4]
+    assert [list(each.s_ranks) for each in ranks.stages] == [[1, 2], [4, 5, 6, 7]]
     s_ranks = [rank for rank in range(12) if ranks.role(rank).name in ("LEADER", "STAGE", "MIRROR")]
     assert s_ranks == [1, 2, 4, 5, 6, 7] and ranks.role(0) is RankRole.CONTROLLER
-    stages = ranks.stages(1)
+    stages = ranks.stages[1]
     assert [(stages.stage(rank), stages.place(rank)) for rank in range(4, 8)] == [
         (0, 0), (0, 1), (1, 0), (1, 1),
     ]  # fmt: skip

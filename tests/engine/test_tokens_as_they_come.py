@@ -25,7 +25,8 @@ from fastdecode import LLM, PromptRequest, SamplingParams
 from fastdecode.core.delta import OutputFold
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.sequence import RequestOutput
-from fastdecode.wire.mpi import job as mpi_job
+from fastdecode.engine.instances import opening
+from fastdecode.engine.service import EngineService
 
 VOCAB = 400
 WAIT_S = 120.0
@@ -188,7 +189,9 @@ def interrupted(act: Callable[[], object], after_s: float) -> bool:
 def test_an_interrupt_at_any_moment_leaves_the_llm_usable(
     own_thread: bool, llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mpi_job, "takes_calls_of_one_thread", lambda: not own_thread)
+    if not own_thread:
+        waits = lambda make, **_: EngineService(make, own_thread=False)  # noqa: E731
+        monkeypatch.setattr(opening, "EngineService", waits)
     asked = prompts((20, 3, 7, 11), seed=1)
     params = [
         SamplingParams(temperature=0.9, seed=i, max_tokens=10 + 9 * i, ignore_eos=True)

@@ -29,7 +29,7 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.transport import CLOSED, Connection, SoleHub
+from fastdecode.wire.transport import CLOSED, Connection, PolledHub
 from rworker.attention import AttentionExecutor
 from rworker.inline import WORKER, InlineConnection, make_inline_worker
 from rworker.state import RWorkerState
@@ -107,12 +107,12 @@ def test_works_when_it_is_waited_for() -> None:
     connection.send(Close(0))
     # Refused as a protocol error, were the one before not closed by then.
     connection.send(Open(0, 10))
-    hub = SoleHub(connection)
+    hub = PolledHub([connection])
     assert isinstance(hub.receive_any()[1], Welcome)
     assert [hub.receive_any(), hub.receive_any()] == [(WORKER, Accepted(0))] * 2
     assert connection.poll() is None
     with pytest.raises(AssertionError, match="R-worker r0 owes no answer"):
-        hub.receive_any(1.0)
+        connection.receive(1.0)
 
 
 def test_ends_when_told() -> None:

@@ -9,7 +9,7 @@ import pytest
 from fastdecode.core.errors import WorkerError
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import Accepted, Open
-from fastdecode.wire.transport import CLOSED, TIMEOUT, HubBehind, JoinedHub, PeerLostError
+from fastdecode.wire.transport import CLOSED, TIMEOUT, JoinedHub, PeerLostError, PolledHub
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_who_moves_kv_here_is_looked_at_while_others_are_waited_for() -> None:
     behind = Moving()
     connect(behind, "us", InprocHub(), "another")
     first, there = _here(InprocHub(), "the one that fetches")
-    hub = HubBehind([first], behind)
+    hub = JoinedHub(PolledHub([first]), behind)
     with pytest.raises(WorkerError, match="another"):
         hub.receive_any(60.0)
     assert len(waits) == 1, "nothing is on its way: there is one wait"
@@ -104,7 +104,7 @@ def test_who_works_in_this_thread_is_asked_first() -> None:
     at_once, behind = InprocHub[Any, Any](), InprocHub[Any, Any]()
     first, there = _here(at_once, "the inline one")
     _, other = connect(behind, "us", InprocHub(), "another")
-    hub = HubBehind([first], behind)
+    hub = JoinedHub(PolledHub([first]), behind)
     other.send(Accepted(2))
     there.send(Accepted(1))
     assert [hub.receive_any(1.0) for _ in range(2)] == [(0, Accepted(1)), (1, Accepted(2))]

@@ -3,7 +3,6 @@ connection is over, and the thread that reads the others goes on."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,6 @@ zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 from fastdecode.wire.codec import Codec  # noqa: E402
 from fastdecode.wire.messages import Accepted, Hello  # noqa: E402
 from fastdecode.wire.transport import PeerLostError  # noqa: E402
-from fastdecode.wire.waiting import Pump  # noqa: E402
 from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener  # noqa: E402
 
 HELLO: Any = to_r_worker()[0]
@@ -81,18 +79,3 @@ def test_what_a_peer_says_that_cannot_be_read_ends_its_connection_alone(
         listener.receive_any(WAIT_S)
     second.send(HELLO)
     assert isinstance(listener.receive_any(WAIT_S)[1], Hello)
-
-
-def test_background_work_goes_on_after_a_mistake() -> None:
-    worked, goes_on = threading.Semaphore(0), iter((True, False))
-
-    def work() -> bool:
-        worked.release()
-        if next(goes_on):
-            raise TypeError("a mistake of ours")
-        return False
-
-    pump = Pump(work, 1e-4)
-    pump.wake()
-    assert worked.acquire(timeout=WAIT_S) and worked.acquire(timeout=WAIT_S)
-    pump.stop()

@@ -41,7 +41,8 @@ from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
 from fastdecode.wire.instances import InstanceHello, InstanceSays, InstanceWelcome, ToInstance
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
-from fastdecode.wire.mpi import job as mpi_job
+from fastdecode.wire.mpi.connection import MpiJob
+from fastdecode.wire.mpi.job import join
 from fastdecode.wire.mpi.ranks import InstanceRanks, link_address
 
 if TYPE_CHECKING:
@@ -85,13 +86,10 @@ def make_service(
         from fastdecode.engine.setup.launch import RunningEngine
         from sworker.kernels.threads import end_own_threads
 
-    # An engine may have no thread of its own where MPI takes calls of the thread
-    # alone that joined.
-    own_thread = not mpi_job.takes_calls_of_one_thread()
     make = partial(RunningEngine, config, progress, trace, times, session)
-    if computes_alone and own_thread and not is_spinning_chosen(os.environ):
+    if computes_alone and not is_spinning_chosen(os.environ):
         return EngineService(make, in_callers_thread=end_own_threads)
-    return EngineService(make, own_thread=own_thread)
+    return EngineService(make)
 
 
 class RunningCluster:
@@ -232,28 +230,21 @@ def _reach_ranks(config: EngineConfig, opened: contextlib.ExitStack) -> _Reached
     """This process is rank 0. Raises ConfigError: If the job has other ranks than they take."""
     from fastdecode.wire.mpi.hub import CONTROL_LINE, MpiHub
 
-    job = mpi_job.join()
-    leaders = check_job(config.instances, job).leaders
+    job = join()
+    leaders = [each.first for each in check_job(config.instances, job).stages]
     silence_s = config.cluster.worker_silence_s
-    hub: MpiHub[ToInstance, FromInstance] = MpiHub(
-        job, SAYS, takes_signs=True, silence_s=silence_s, is_hurried=False
-    )
+    hub: MpiHub[ToInstance, FromInstance]
+    hub = MpiHub(job, SAYS, silence_s=silence_s, is_hurried=False)
     opened.callback(hub.close)
     for rank in leaders:
         hub.connect(rank, f"instance rank {rank}", line=CONTROL_LINE)
     return _Reached(hub, tuple(map(link_address, leaders)))
 
 
-def check_job(instances: Instances, job: mpi_job.MpiJob) -> InstanceRanks:
+def check_job(instances: Instances, job: MpiJob) -> InstanceRanks:
     """Return which rank is whose. Raises ConfigError: If they can't be this job's."""
     ranks = InstanceRanks(instances.placed)
     ranks.check(job.size)
-    if not job.threads_may_take_turns:
-        raise ConfigError(
-            Given("instances"),
-            f" need an MPI that lets threads take turns, and {job.library} doesn't: use another, "
-            "or instances at addresses",
-        )
     return ranks
 
 

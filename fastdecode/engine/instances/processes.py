@@ -36,7 +36,7 @@ from fastdecode.wire.traits import Role
 from rworker.transfers.export_server import ExportServers, RankExports
 
 if TYPE_CHECKING:
-    from fastdecode.wire.mpi.job import MpiJob
+    from fastdecode.wire.mpi.connection import MpiJob
     from fastdecode.wire.mpi.ranks import InstanceRanks
     from fastdecode.wire.zmq.hub import ZmqListener
     from fastdecode.wire.zmq.keys import ClusterKey
@@ -207,8 +207,8 @@ def serve_instance_rank(config: EngineConfig, tell: Tell) -> bool:
     job = join()
     ranks = check_job(config.instances, job)
     number = ranks.instance_of(job.rank)
-    # Peers to say goodbye to, however far this rank gets.
-    job.peers.update(set(ranks.s_ranks(number)) - {job.rank}, ranks.r_ranks(number))
+    stages = ranks.stages[number]
+    job.peers.update(range(stages.first, stages.end))  # however far this rank gets
     role, own = config.instances.placed[number].role, config.of_instance(number)
     if role is InstanceRole.PREFILL or config.instances.replan_slo is not None:
         own = _for_batches(own)
@@ -230,7 +230,7 @@ def _colocation(
     with contextlib.suppress(ConfigError):  # the engine's start refuses that device
         if choose_device(own.s_part.device, place).type == "cuda":
             num_here = 1  # it has that one to itself
-    stages = ranks.stages(ranks.instance_of(job.rank))
+    stages = ranks.stages[ranks.instance_of(job.rank)]
     return Colocation(exports, f"rank {job.rank} on {job.host}", num_here, role, place, stages)
 
 
@@ -238,10 +238,9 @@ def _lead_instance(own: EngineConfig, colocation: Colocation, job: MpiJob, tell:
     """Be the first S-worker of an instance, which serves the controller. See
     ``serve_instance_rank``."""
     from fastdecode.wire.mpi.hub import CONTROL_LINE, MpiHub
-    from fastdecode.wire.mpi.job import wait_for_end
 
     kinds, name = frozenset(get_args(ToInstance)), colocation.name
-    hub: MpiHub[FromInstance, ToInstance] = MpiHub(job, kinds, gives_signs=True, is_hurried=False)
+    hub: MpiHub[FromInstance, ToInstance] = MpiHub(job, kinds, is_hurried=False)
     hub.connect(S_RANK, "the controller (rank 0)", line=CONTROL_LINE)
     service: EngineService[RunningEngine] = EngineService(partial(_make, own, tell, colocation))
     try:
@@ -256,7 +255,7 @@ def _lead_instance(own: EngineConfig, colocation: Colocation, job: MpiJob, tell:
     if broken is not None:
         tell(f"instance {name} ends: {broken}")
     hub.close()
-    return wait_for_end(job)
+    return job.wait_for_end()
 
 
 def _follow_leader(own: EngineConfig, colocation: Colocation, job: MpiJob, tell: Tell) -> bool:
@@ -264,7 +263,6 @@ def _follow_leader(own: EngineConfig, colocation: Colocation, job: MpiJob, tell:
     of its stage. See ``serve_instance_rank``."""
     from fastdecode.engine.setup.ranks import mirror_leader
     from fastdecode.engine.setup.stages import serve_stage
-    from fastdecode.wire.mpi.job import wait_for_end
 
     assert colocation.ranks is not None
     _share_cores(colocation)
@@ -276,7 +274,7 @@ def _follow_leader(own: EngineConfig, colocation: Colocation, job: MpiJob, tell:
             serve_stage(own, resolve, colocation)
     except FastDecodeError as error:
         tell(f"S-worker {colocation.name} of an instance ends: {error}")
-    return wait_for_end(job)  # the other instances continue
+    return job.wait_for_end()  # the other instances continue
 
 
 def _make(config: EngineConfig, tell: Tell, colocation: Colocation | None) -> RunningEngine:

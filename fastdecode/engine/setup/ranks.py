@@ -34,7 +34,7 @@ from sworker.ranks.sharding import Shard
 from sworker.swap.swapped import SwappedKV
 
 if TYPE_CHECKING:
-    from fastdecode.wire.mpi.job import MpiJob
+    from fastdecode.wire.mpi.connection import MpiJob
 
 
 def check_launched(s_part: SPart, *, has_r_workers: bool = True) -> None:
@@ -76,7 +76,7 @@ def meet_ranks(resolved: ResolvedConfig) -> Ranks:
         )
     leader = roles.leader(roles.stage(job.rank))
     members = range(leader, leader + s_part.tp)
-    with mpi_job.JoinWatch(members), _meeting_place(job, members) as place:
+    with mpi_job.watch_joining(members), _meeting_place(job, members) as place:
         shard = Shard(roles.place(job.rank), s_part.tp, s_part.ep)
         patience_s = resolved.config.cluster.worker_timeout_s  # in the middle of a step
         return Ranks.meet(place, shard, resolved.device, patience_s=patience_s)
@@ -147,21 +147,21 @@ def _meeting_place(job: MpiJob, members: range) -> Iterator[Path]:
     leader, others = members[0], members[1:]
     several_hosts = _SEVERAL_HOSTS.format(tp=len(members), first=leader, last=members[-1])
     if job.rank != leader:
-        job.exchange.send_text(leader, job.host)
-        place = mpi_job.receive_text(job, leader, JOINING_TIMEOUT_S)
+        job.send_text(leader, job.host)
+        place = job.receive_text(leader, JOINING_TIMEOUT_S)
         if not place:
             raise ConfigError(several_hosts)
         yield Path(place)
         return
-    hosts = [mpi_job.receive_text(job, rank, JOINING_TIMEOUT_S) for rank in others]
+    hosts = [job.receive_text(rank, JOINING_TIMEOUT_S) for rank in others]
     if any(host != job.host for host in hosts):
         for rank in others:
-            job.exchange.send_text(rank, "")
+            job.send_text(rank, "")
         raise ConfigError(several_hosts)
     directory = tempfile.mkdtemp(prefix="fastdecode-")
     try:
         for rank in others:
-            job.exchange.send_text(rank, f"{directory}/ranks")
+            job.send_text(rank, f"{directory}/ranks")
         yield Path(directory, "ranks")
     finally:
         shutil.rmtree(directory, ignore_errors=True)

@@ -39,7 +39,7 @@ from fastdecode.engine.step.swapped import LaneExecutor, SwappedLanes
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, ToRWorker
-from fastdecode.wire.transport import HubBehind, SoleHub
+from fastdecode.wire.transport import JoinedHub, PolledHub
 from rworker.tiers.disk import Disk, disk_of
 from rworker.transfers.neighbours import Neighbourhood, ThreadNeighbours
 from sworker.dtypes import torch_dtype
@@ -241,10 +241,10 @@ def reach_device(
             if swap is not None:
                 swap.close()
 
-    own: RHub = SoleHub(workers[0]) if len(workers) == 1 else HubBehind(workers)
+    own: RHub = PolledHub(workers)
     places = range(len(workers) if keepers is not None else 0)
     return Reached(
-        own if keepers is None else HubBehind(workers, hub),
+        own if keepers is None else JoinedHub(own, hub),
         close,
         kind=HolderKind.DEVICE,
         answers_at_once=True,

@@ -22,7 +22,7 @@ from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.pool import ColumnPool, StagePool
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker
-from fastdecode.wire.transport import Connection, Hub, HubBehind, JoinedHub, SoleHub
+from fastdecode.wire.transport import Connection, Hub, JoinedHub, PolledHub
 from rworker.inline import make_inline_worker
 from rworker.tiers.disk import Disk
 from rworker.transfers.neighbours import Neighbourhood, ThreadNeighbours
@@ -212,7 +212,8 @@ def reach_inline(
         openmp_library=openmp_library,
         disk=disk,
     )
-    return Reached(SoleHub(worker), lambda lost, timeout_s: worker.close(), answers_at_once=True)
+    hub: RHub = PolledHub([worker])
+    return Reached(hub, lambda lost, timeout_s: worker.close(), answers_at_once=True)
 
 
 def reach_stage_ranks(
@@ -277,11 +278,9 @@ def beside_stages(
         finally:
             close(lost, timeout_s)
 
-    joined: RHub = JoinedHub(workers.hub, hub)
-    if workers.answers_at_once and not workers.keepers:
-        joined = HubBehind(workers.hub.connections, hub)
     # A column answers when all stages have.
-    return replace(workers, hub=joined, close=close_all, answers_at_once=False, stages=links)
+    hub = JoinedHub(workers.hub, hub)
+    return replace(workers, hub=hub, close=close_all, answers_at_once=False, stages=links)
 
 
 def reach_addresses(

@@ -26,13 +26,7 @@ from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.codec import MAX_HEAD_BYTES, Codec
 from fastdecode.wire.messages import Message
 from fastdecode.wire.traits import Role
-from fastdecode.wire.transport import (
-    CLOSED,
-    PeerLostError,
-    closed_error,
-    timeout_error,
-    unreadable,
-)
+from fastdecode.wire.transport import CLOSED, PeerLostError, closed_error, timeout_error, unreadable
 from fastdecode.wire.zmq.keys import ClusterKey, Socket
 
 T = TypeVar("T")
@@ -80,8 +74,7 @@ class ZmqConnection:
 
     heard_s: ClassVar = None  # ZeroMQ's threads look after silent peers
     address = ""  # where the peer listens, if it does
-    role: Role | None = None
-    """What the peer is, if it has connected."""
+    role: Role | None = None  # what the peer is, if it has connected
 
     def __init__(self, hub: SocketHub, peer: str, socket: Socket, route: Sequence[bytes]) -> None:
         self.peer: Final = peer
@@ -90,16 +83,14 @@ class ZmqConnection:
         own = [socket] if self.monitor is None else [socket, self.monitor]
         self.readable: list[tuple[Any, int]] = [(each, zmq.POLLIN) for each in own]
         """There may be news; empty once this side has closed it."""
-        self.is_reached = self.monitor is None
-        """True once the peer is known to be at its end."""
+        self.is_reached = self.monitor is None  # true once the peer is known to be at its end
         self.inbox: deque[Sequence[zmq.Frame]] = deque()
-        self.loss = ""
-        """Why the peer is lost."""
+        self.loss = ""  # why the peer is lost
         self._asked_s = time.monotonic()
         self._end: WorkerError | None = None
         self._hub = hub
-        self._codec = Codec(hub.receives)
         self.pool = BufferPool()
+        self._codec = Codec(hub.receives, self.pool.take)
         hub.made.add(self)
 
     @property
@@ -131,7 +122,7 @@ class ZmqConnection:
                 except zmq.ZMQError:
                     self._hub.take_in(self)
                     self.loss = self.loss or _GONE
-            raise self._lost_error()
+            raise WorkerError(f"{self.peer} is lost: {self.loss}", code=CLOSED)
 
     def receive(self, timeout_s: float | None = None) -> Any:
         received = self._hub.wait(self.poll, lambda: self.readable, timeout_s)
@@ -147,15 +138,14 @@ class ZmqConnection:
                 if not self.inbox:
                     if not self.loss:
                         return None
-                    self._end = self._lost_error()
+                    self._end = WorkerError(f"{self.peer} is lost: {self.loss}", code=CLOSED)
                     break
                 head, *arrays = self.inbox.popleft()
                 if not len(head):
                     self._end = closed_error(self.peer, by_peer=True)
                 elif len(head) > 1:  # or it was asked if it is there
                     try:
-                        take = self.pool.take
-                        return self._codec.decode(head.buffer, frames=arrays, take=take)
+                        return self._codec.decode(head.buffer, frames=arrays)
                     except ProtocolError as error:
                         broken = f"{self.peer} broke the protocol: {error}"
                         self._end = WorkerError(broken, code=error.code)
@@ -200,9 +190,6 @@ class ZmqConnection:
             elif self.is_reached:  # a connection that breaks is over, though ZeroMQ would reconnect
                 self.loss = self.loss or _GONE
 
-    def _lost_error(self) -> WorkerError:
-        return WorkerError(f"{self.peer} is lost: {self.loss}", code=CLOSED)
-
 
 class SocketHub:
     """What the hubs of both ends have in common; see ``fastdecode.wire.transport.Hub``.
@@ -215,8 +202,7 @@ class SocketHub:
 
     receives: ClassVar[frozenset[type[Message]]]
     """Kinds of messages that peers may send."""
-    may_grow = False
-    """True if peers may connect at any time."""
+    may_grow = False  # true if peers may connect at any time
 
     def __init__(
         self,
@@ -226,10 +212,8 @@ class SocketHub:
         num_io_threads: int = 1,
     ) -> None:
         self.connections: list[ZmqConnection] = []
-        self.made: weakref.WeakSet[ZmqConnection] = weakref.WeakSet()
-        """Those without an index, too."""
-        self.lock: Final = threading.RLock()
-        """Held while a socket is used."""
+        self.made: weakref.WeakSet[ZmqConnection] = weakref.WeakSet()  # those without an index, too
+        self.lock: Final = threading.RLock()  # held while a socket is used
         self._key = key
         self._silence_s = silence_s
         self._context: zmq.Context[Socket] = zmq.Context(num_io_threads)

@@ -22,14 +22,7 @@ from fastdecode.core.os_errors import explained
 from fastdecode.wire.blocks import DescribeExport
 from fastdecode.wire.codec import NAME, Codec, kind_of, read_prefix
 from fastdecode.wire.instances import InstanceHello
-from fastdecode.wire.messages import (
-    Failed,
-    FromRWorker,
-    Hello,
-    Inspect,
-    Message,
-    ToRWorker,
-)
+from fastdecode.wire.messages import Failed, FromRWorker, Hello, Inspect, Message, ToRWorker
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.zmq.connection import (
     DEFAULT_SILENCE_S,
@@ -65,10 +58,8 @@ class ZmqHub(SocketHub):
 
     receives = frozenset(get_args(FromRWorker))
     peer_kind = "R-worker"
-    command = "fastdecode r-worker --bind"
-    """That is to run there."""
-    parameter = "r_worker_addresses"
-    """That gave the addresses."""
+    command = "fastdecode r-worker --bind"  # that is to run there
+    parameter = "r_worker_addresses"  # that gave the addresses
 
     def add(self, address: str) -> ZmqConnection:
         """Connect. The connection keeps its index, closed or not, until it is replaced."""

@@ -20,7 +20,7 @@ def hub(mpi: Any) -> Any:
     line = next(mpi.lines)
     for puppet in mpi.puppets:
         puppet.call("open", line)
-    hub: MpiHub[Any, Any] = MpiHub(mpi.job, FROM_R_WORKER, takes_signs=True)
+    hub: MpiHub[Any, Any] = MpiHub(mpi.job, FROM_R_WORKER)
     for rank in range(1, mpi.job.size):
         hub.connect(rank, f"R-worker rank {rank}", line=line)
     return hub

@@ -8,8 +8,8 @@ from fastdecode.core.errors import WorkerError
 from fastdecode.wire.blocks import DescribeExport, ExportExpired
 from fastdecode.wire.messages import PROTOCOL_VERSION, Close, Failed
 from fastdecode.wire.mpi.connection import MpiConnection
-from fastdecode.wire.mpi.hub import MpiNeighbours, RWorkerHub
-from fastdecode.wire.mpi.job import join, leave, wait_for_end
+from fastdecode.wire.mpi.hub import neighbour_hub, r_worker_hub
+from fastdecode.wire.mpi.job import join, leave
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import PeerLostError
 from fastdecode.wire.waiting import look_until_found
@@ -61,7 +61,7 @@ def ask(*tickets: int) -> MpiConnection:
 
 def text_of(rank: int) -> str | None:
     with contextlib.suppress(WorkerError):  # an R-worker's text is not awaited elsewhere
-        return job.exchange.look_for_text(rank)
+        return job.receive_text(rank, 0.0)
     return None
 
 
@@ -69,9 +69,9 @@ if job.rank == 0:
     for rank in (1, 2):
         assert look_until_found(lambda rank=rank: text_of(rank), 2 * WAIT_S) == "done"
     leave(0)
-neighbours = MpiNeighbours(job, silence_s=10.0)
+neighbours = neighbour_hub(job, silence_s=10.0)
 early = ask(0)
-hub = RWorkerHub(job)
+hub = r_worker_hub(job)
 assert answer_of(early).reason.startswith("0" * 32)
 early.close()
 for turn in range(ROUNDS):
@@ -87,12 +87,12 @@ if job.rank == 1:
     assert all(isinstance(answer_of(line), ExportExpired) for line in lines)
     refused = answer_of(ask(MOST))
     assert isinstance(refused, Failed) and refused.code == "busy", refused
-    job.exchange.send_text(other, "enough")
+    job.send_text(other, "enough")
 else:
     assert look_until_found(lambda: serve() or text_of(1), 2 * WAIT_S)
 print(f"rank {job.rank} has read and been read", flush=True)
-job.exchange.send_text(0, "done")
+job.send_text(0, "done")
 neighbours.close()
 hub.close()
-wait_for_end(job)
+job.wait_for_end()
 leave(0)

@@ -4,14 +4,15 @@ late, and then leaves for good."""
 from __future__ import annotations
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.mpi.job import MpiJob, join, leave, receive_text
+from fastdecode.wire.mpi.connection import MpiJob
+from fastdecode.wire.mpi.job import join, leave
 
 WAIT_S = 60.0
 
 
 def refusal(job: MpiJob, rank: int, timeout_s: float) -> str:
     try:
-        return f"not refused: {receive_text(job, rank, timeout_s)}"
+        return f"not refused: {job.receive_text(rank, timeout_s)}"
     except WorkerError as error:
         return f"{error.code}: {error}"
 
@@ -20,9 +21,9 @@ if __name__ == "__main__":
     job = join()
     if job.rank == 0:
         print("late:", refusal(job, 1, 0.1), flush=True)
-        job.exchange.send_text(1, "/a/meeting place")
-        print("met:", receive_text(job, 1, WAIT_S), flush=True)
+        job.send_text(1, "/a/meeting place")
+        print("met:", job.receive_text(1, WAIT_S), flush=True)
     else:
-        job.exchange.send_text(0, receive_text(job, 0, WAIT_S))
+        job.send_text(0, job.receive_text(0, WAIT_S))
         print("gone:", refusal(job, 0, WAIT_S), flush=True)
     leave(0)

@@ -43,16 +43,29 @@ def star(mpi: Any) -> Iterator[MakeStar]:
 
 
 class TestMpi(TransportSuite):
-    def test_a_large_message_leaves_while_the_sender_computes(self, star: MakeStar) -> None:
-        """The sender makes no MPI call between sending and the receiver's word
-        that all is there."""
+    def test_a_large_message_leaves_while_the_sender_computes(
+        self, star: MakeStar, mpi: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The sender makes no MPI call between sending and the receiver's word that all is there.
+        A mistake in the background does not end what is done there."""
         s = star(1)
+        failed = threading.Event()
+
+        def claim() -> None:
+            failed.set()
+            raise TypeError("a mistake of ours")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(mpi.job, "claim", claim)
+            assert failed.wait(WAIT_S)
         message = attend(4000)
         s.peers[0].start("hold_quietly", 1)
         s.hub.connections[0].send(message)
         assert same(s.peers[0].result()[0], message)
 
-    def test_a_large_message_arrives_while_the_receiver_computes(self, star: MakeStar) -> None:
+    def test_a_large_message_arrives_while_the_receiver_computes(
+        self, star: MakeStar, mpi: Any
+    ) -> None:
         """The receiver makes no MPI call after its answer to the message before."""
         s = star(1)
         s.peers[0].start("answer", 1)
@@ -62,9 +75,9 @@ class TestMpi(TransportSuite):
         assert s.peers[0].result() == 1
         connection.send(attend(4000, step=1))
         end = time.monotonic() + WAIT_S
-        while connection.leaving and time.monotonic() < end:
+        while mpi.job.in_flight and time.monotonic() < end:
             assert connection.poll() is None
-        assert not connection.leaving
+        assert not mpi.job.in_flight
         assert same(s.peers[0].receive(WAIT_S), attend(4000, step=1))
 
     def test_messages_for_the_other_side_are_refused(self, star: MakeStar) -> None:
