@@ -138,6 +138,7 @@ class RemotePart:
         merge: Merge | None = None,
     ) -> None:
         self._plan, self.record, self._merge = plan, record, merge
+        self._own = batch.spans  # a mixed step's record has others, too
         self._spans = {span.holder: span for span in batch.spans}
         self._num_queries = {span.holder: span.num_queries for span in batch.spans}
         self._storing = {x: _Storing() for x, number in self._num_queries.items() if not number}
@@ -183,7 +184,7 @@ class RemotePart:
         """Send each holder its rows of a layer, which is on the host."""
         self._num_unsent -= 1
         send = self._plan.fleet.send
-        for span, shipment in zip(self.record.spans, staged.shipments, strict=True):
+        for span, shipment in zip(self._own, staged.shipments, strict=True):
             begin = span.begin
             send(span.holder, Attend(begin.step, begin.lane, layer, *shipment))
         self.record.sent_s.append(time.perf_counter())
