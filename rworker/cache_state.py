@@ -38,7 +38,6 @@ from rworker.checks import (
     checked_keys,
 )
 from rworker.stream.arriving_sequences import ArrivingSequences
-from rworker.transfers.exports import Exports
 
 
 @dataclass
@@ -134,8 +133,6 @@ class CacheState:
         self.store = KVStore(num_blocks, hello.kv.block_size, max_sequences=max_sequences)
         self.arrivals = ArrivingSequences(hello.kv)
         """Sequences of which tokens will arrive as chunks."""
-        self.offers = Exports()
-        """Sequences that others may read."""
         self.moving = Moving(self.store)
         """Cached blocks that are moved."""
         self._carrier = hello.activation_dtype.carrier
@@ -179,7 +176,6 @@ class CacheState:
         else:
             self.store.close(sequence)
         self.arrivals.forget(sequence)
-        self.offers.forget(sequence)
 
     def num_settled(self, sequence: int) -> int:
         """Count the tokens of a sequence that every layer has."""
@@ -259,7 +255,6 @@ class CacheState:
         settled = self.steps.settled
         assert not settled.keys() & set(self.arrivals), "a step has a sequence that is arriving"
         self.store.check_invariants()
-        assert self.offers.sequences <= self.store.tables.row_of.keys(), "what is closed is offered"
         lengths = self.store.num_tokens(np.array(list(settled), np.int64))
         assert (lengths >= list(settled.values())).all() or not settled, "a step took tokens away"
 

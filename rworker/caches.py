@@ -32,8 +32,6 @@ class HolderCache:
     """A neighbour gets every change."""
     kept_for_s: float = math.inf
     """Time for which it is kept."""
-    pulled: set[int] = field(default_factory=set)
-    """Sequences whose tokens come, or have come, from other R-workers."""
 
     def is_of(self, session: int) -> bool:
         """Return True if it was opened in this session. 0 is none."""
@@ -118,6 +116,7 @@ class Caches:
         before, cache.owner = cache.owner, peer
         cache.plans.clear()
         cache.is_replicated = False
+        cache.books.hello = replace(cache.books.hello, reading=hello.reading)
         cache.books.moving.give_up()
         cache.books.store.cached.forget_all()
         return cache, before

@@ -14,7 +14,7 @@ from cpu_kernels import BlockLayout
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import AttentionSpec
-from fastdecode.wire.blocks import FetchChunk, Pull, StoreChunk
+from fastdecode.wire.blocks import Fetch, FetchChunk, ReadBlocks, Retain, StoreChunk
 from fastdecode.wire.messages import Activations, FromRWorker
 from rworker.stream.changes import Change
 from rworker.tiers.lower_tier import MoveJob
@@ -165,9 +165,11 @@ class ReadChunk:
 
     to: int
     holder: HolderId
-    request: FetchChunk
+    request: FetchChunk | ReadBlocks
     places: NDArray[np.int64]
     """As of ``PlaceChunk``."""
+    is_there: NDArray[np.uint8] | None = None
+    """Which of the blocks it has that ``ReadBlocks`` asked for. None for ``FetchChunk``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,25 +224,6 @@ class EndStep:
     step: int
 
 
-@dataclass(frozen=True, eq=False)
-class BeginPull:
-    """Fetch what a holder's sequence expects from other R-workers in the
-    background, and tell a peer."""
-
-    to: int
-    holder: HolderId
-    books: CacheState
-    message: Pull
-
-
-@dataclass(frozen=True)
-class EndPull:
-    """A holder's sequence is closed: what is being fetched for it isn't wanted."""
-
-    holder: HolderId
-    sequence: int
-
-
 @dataclass(frozen=True)
 class OpenTier:
     """Open a holder's lower tier, if there is one, and tell a peer what it has."""
@@ -258,6 +241,7 @@ class MoveBlocks:
     holder: HolderId
     books: CacheState
     move: MoveJob
+    message: Retain | Fetch
 
 
 @dataclass(frozen=True)
@@ -309,8 +293,6 @@ Occasional: TypeAlias = (
     | RemoveReplica
     | Follow
     | EndStep
-    | BeginPull
-    | EndPull
     | OpenTier
     | MoveBlocks
     | DropStored

@@ -17,16 +17,14 @@ from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.blocks import (
     SESSION_RESUMED,
-    DescribeExport,
     DropCache,
     Dropped,
     ExpectTokens,
-    ExportSequence,
     Fetch,
     FetchChunk,
     Forget,
     Name,
-    Pull,
+    ReadBlocks,
     Replicate,
     Restore,
     Retain,
@@ -76,12 +74,10 @@ from rworker.stream.changes import Change
 from rworker.stream.checks import expect_tokens, fetch_chunk, store_chunk
 from rworker.stream.taking_over import nothing_of, take_over, truncate, wanted_of
 from rworker.transfers.orders import (
-    about_handing,
-    about_offer,
     about_tier,
-    after_close,
     link_for,
     links_over,
+    read_blocks,
     to_restore,
 )
 
@@ -102,7 +98,7 @@ class _Peer:
     def has_job(self) -> bool:
         return self.role is Role.S_WORKER and not self.only_looks
 
-    def look(self, message: Inspect | DescribeExport | FetchChunk) -> None:
+    def look(self, message: Inspect | ReadBlocks) -> None:
         """Make it a reader. Raise ProtocolError if it has a cache here."""
         if self.role in OWNERS:
             name = type(message).__name__
@@ -249,7 +245,7 @@ class RWorkerState:
             case Open() | Extend():
                 cache = self._caches.of(number, message.holder)
                 return _answered(number, cache, message, cache.books.reserve(message))
-            case StoreChunk() | FetchChunk(ticket="") | ExpectTokens():
+            case StoreChunk() | FetchChunk() | ExpectTokens():
                 return _about_chunk(number, self._caches.of(number, message.holder), message)
             case Truncate():
                 cache = self._caches.of(number, message.holder)
@@ -266,12 +262,10 @@ class RWorkerState:
             case Close():
                 cache = self._caches.of(number, message.holder)
                 cache.books.close(message)
-                return (*after_close(cache, message.sequence_id), *_followed(cache, message))
-            case ExportSequence() | Pull():
-                return about_handing(number, self._caches.of(number, message.holder), message)
-            case DescribeExport() | FetchChunk():
+                return _followed(cache, message)
+            case ReadBlocks():
                 peer.look(message)
-                return about_offer(number, self._caches, message)
+                return read_blocks(number, self._caches, message)
             case UseTier() | Retain() | Fetch() | Forget(is_below=True):
                 return about_tier(number, self._caches.of(number, message.holder), message)
             case Name() | Forget():

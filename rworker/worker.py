@@ -13,7 +13,7 @@ from typing import Protocol
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, WorkerError, assert_never
 from fastdecode.core.host.facts import this_host
-from fastdecode.wire.blocks import ChunkStored, FetchedChunk, Inventory
+from fastdecode.wire.blocks import BlockData, ChunkStored, FetchedChunk, Inventory
 from fastdecode.wire.codec import Array
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import (
@@ -31,12 +31,10 @@ from rworker.attention import AttentionExecutor
 from rworker.grace_period import GracePeriod
 from rworker.instructions import (
     RESTORER,
-    BeginPull,
     Compute,
     CopyBlocks,
     Drop,
     DropStored,
-    EndPull,
     EndStep,
     Follow,
     HangUp,
@@ -205,22 +203,16 @@ class RWorker:
             case PlaceChunk():
                 executor.place(instruction)
                 self._send(instruction.to, ChunkStored(len(instruction.chunk.data)))
-            case ReadChunk():
-                self._send(instruction.to, FetchedChunk(executor.read(instruction)))
+            case ReadChunk(is_there=is_there):
+                data = executor.read(instruction)
+                answer = FetchedChunk(data) if is_there is None else BlockData(is_there, data)
+                self._send(instruction.to, answer)
             case CopyBlocks():
                 executor.copy_blocks(instruction)
             case Prepare():
                 self.behind.drop(instruction.holder)
                 executor.prepare(instruction)
-            case (
-                LinkReplica()
-                | Follow()
-                | EndStep()
-                | BeginPull()
-                | EndPull()
-                | MoveBlocks()
-                | DropStored()
-            ):
+            case LinkReplica() | Follow() | EndStep() | MoveBlocks() | DropStored():
                 self.behind.obey(instruction)
             case ReadReplica():
                 self._restore(instruction)

@@ -104,7 +104,7 @@ def limit_steps(path: Path) -> None:
             never.wait(_LOOK_EVERY_S)
             if not engine._has_pending:  # else a look takes the answer that a step waits for
                 engine.look()
-            self._note()
+            self._note(self.served)
 
     EngineService._step = limited  # type: ignore[method-assign]
 

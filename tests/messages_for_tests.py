@@ -40,7 +40,6 @@ from rworker.stream.chunks import expectation
 
 _CODEC = Codec()
 HOST = HostFacts("a", ("numpy 2.0",), "", (0, 2), 4, ("0-3",), "never", 5, ())
-_TICKET = "0123456789abcdef" * 2
 
 
 def same(one: Any, other: Any) -> bool:
@@ -137,12 +136,29 @@ def to_r_worker() -> list[ToRWorker]:
         blocks.Retain(1, np.arange(4).reshape(2, 2), np.array([64, 128], np.int32)),
         blocks.Fetch(2, np.arange(4).reshape(2, 2)),
         blocks.Forget(np.arange(4).reshape(2, 2), is_below=True),
-        blocks.ExportSequence(4, _TICKET, 2),
-        blocks.Pull(
-            5, 0, 100, (blocks.KVSource("rank 3", _TICKET, 0, 100, 2, 2),) * 2, 60.0, 1e9, 2
+        blocks.Fetch(
+            5,
+            np.arange(4).reshape(2, 2),
+            (blocks.KVSource("rank 3", 1 << 62, 0, 100, 2, 2, 0, 4, is_held=True),) * 2,
+            7,
+            60.0,
+            1e9,
+            2,
         ),
-        blocks.DescribeExport(PROTOCOL_VERSION, _TICKET),
-        blocks.FetchChunk(blocks.ChunkForm.TOKENS, 0, 2, 1, 2, *pieces, ticket=_TICKET),
+        blocks.ReadBlocks(
+            PROTOCOL_VERSION,
+            1 << 62,
+            "a hash",
+            KVSpec(2, 4, 64, DType.BFLOAT16),
+            blocks.ChunkForm.BLOCKS,
+            0,
+            2,
+            1,
+            2,
+            np.arange(4).reshape(2, 2),
+            np.array([32, 32], np.int32),
+        ),
+        blocks.FetchChunk(blocks.ChunkForm.TOKENS, 0, 2, 1, 2, *pieces),
         Inspect(),
         Shutdown(),
     ]
@@ -165,9 +181,8 @@ def from_r_worker() -> list[FromRWorker]:
         blocks.Progress(2, 7, 4, 32, 0.125),
         blocks.Done(2, 7, np.arange(2).reshape(1, 2), 1 << 20, 0.25, 3, 2, 1, 4),
         blocks.Inventory(2, 9, np.arange(4).reshape(2, 2), np.array([64, 7], np.int32), True),
-        blocks.Pulled(2, 5, 1 << 20, 0.25, "r3 is gone"),
-        blocks.ExportDescription("a hash", KVSpec(2, 4, 64, DType.BFLOAT16), 100),
-        blocks.ExportExpired("nothing is offered"),
+        blocks.Done(2, 5, np.arange(2).reshape(1, 2), 1 << 20, 0.25, reason="r3 is gone"),
+        blocks.BlockData(np.array([1, 0], np.uint8), np.arange(300).astype(np.uint8)),
         blocks.FetchedChunk(np.arange(3000, dtype=np.int64).astype(np.uint8)),
         Failed("a worker", "internal_error", "it " * 3000),
     ]

@@ -1,19 +1,29 @@
-"""R-workers that offer sequences and fetch them, one message at a time, in the hands of a test."""
+"""R-workers that name blocks and fetch them, one message at a time, in the hands of a test."""
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from stream_suite import NUM_BLOCKS, hello_for
+from stream_suite import NUM_BLOCKS, READING, hello_for
 from values import replace
 
 from cpu_kernels import allocate_tokens, reference
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.blocks import ChunkForm, ExportSequence, KVSource, Pull, Pulled, StoreChunk
+from fastdecode.wire.blocks import (
+    ChunkForm,
+    Done,
+    Fetch,
+    Forget,
+    KVSource,
+    Name,
+    StoreChunk,
+    words_of,
+)
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import (
     Accepted,
@@ -35,6 +45,13 @@ from rworker.worker import RWorker
 
 TIMEOUT_S = 60.0
 TURN_S = 5e-3
+
+
+def keys_of(kv: KVSpec, num_tokens: int, seed: int, first_token: int = 0) -> list[bytes]:
+    """Keys of a sequence's blocks."""
+    ends = [min(x + kv.block_size, num_tokens) for x in range(0, num_tokens, kv.block_size)]
+    names = [f"{seed}/{first_token + end}".encode() for end in ends]
+    return [blake2b(name, digest_size=16).digest() for name in names]
 
 
 class Hosts:
@@ -125,11 +142,11 @@ class Host:
         assert answer is not None
         return answer
 
-    def news(self) -> list[Pulled]:
+    def news(self) -> list[Done]:
         """What the S-worker was told unasked."""
-        told: list[Pulled] = []
+        told: list[Done] = []
         while (answer := self.s_worker.poll()) is not None:
-            assert isinstance(answer, Pulled), answer
+            assert isinstance(answer, Done), answer
             told.append(answer)
         return told
 
@@ -179,28 +196,46 @@ class Host:
                         return False
         return True
 
-    def offer(self, sequence: int, ticket: str) -> None:
-        self.tell(ExportSequence(sequence, ticket))
+    def offer(self, sequence: int, num_tokens: int, seed: int, first_token: int = 0) -> None:
+        """Name all blocks of a sequence, which is closed."""
+        keys = keys_of(self.kv, num_tokens, seed, first_token)
+        num_full = num_tokens // self.kv.block_size
+        if num_full:
+            self.tell(Name(sequence, 0, words_of(keys[:num_full])))
+        self.tell(Close(sequence, tail=keys[-1].hex() if len(keys) > num_full else ""))
 
-    def pull(
+    def fetch(
         self,
-        sequence: int,
+        job: int,
         num_tokens: int,
         *sources: KVSource,
+        seed: int,
         first_token: int = 0,
         **options: Any,
     ) -> None:
-        """An open sequence is to be fetched."""
-        self.tell(
-            Pull(
-                sequence, first_token, num_tokens, sources, TIMEOUT_S,
-                first_head=self.first_head, **options,
-            )
-        )  # fmt: skip
+        """Fetch the blocks of a sequence that is known by ``seed``."""
+        keys = words_of(keys_of(self.kv, num_tokens, seed, first_token))
+        tail = num_tokens % self.kv.block_size
+        here = {"timeout_s": TIMEOUT_S, "first_head": self.first_head, **options}
+        self.tell(Fetch(job, keys, sources, tail, **here))
 
-    def source(self, ticket: str, num_tokens: int, first_token: int = 0) -> KVSource:
-        heads = self.first_head, self.kv.num_kv_heads
-        return KVSource(self.name, ticket, first_token, num_tokens, *heads)
+    def has(self, num_tokens: int, seed: int, first_token: int = 0) -> bool:
+        """Return True if the blocks of a sequence hold its K and V, to the bit."""
+        keys = words_of(keys_of(self.kv, num_tokens, seed, first_token))
+        sequence = 1 << 40
+        assert self.ask(Open(sequence, num_tokens, num_tokens, keys)) == Accepted(sequence)
+        is_right = self.holds(sequence, num_tokens, seed, first_token)
+        self.tell(Close(sequence))
+        return is_right
+
+    def forget(self, num_tokens: int, seed: int) -> None:
+        keys = keys_of(self.kv, num_tokens, seed)
+        if keys := [key for key in keys if key in self.books.store.cached]:
+            self.tell(Forget(words_of(keys)))
+
+    def source(self, num_tokens: int, first_token: int = 0, **options: Any) -> KVSource:
+        heads, layers = (self.first_head, self.kv.num_kv_heads), (0, self.kv.num_layers)
+        return KVSource(self.name, READING, first_token, num_tokens, *heads, *layers, **options)
 
     def die(self) -> None:
         for reader in self.readers:

@@ -14,11 +14,14 @@ FLOATS = st.floats(-1e9, 0)
 SOURCES = st.builds(
     KVSource,
     TEXTS.filter(str.isprintable),
-    st.text("0123456789abcdef", min_size=32, max_size=32),
+    st.integers(0, (1 << 63) - 1),
     st.integers(0, 1 << 20),
     st.integers(1, 1 << 20),
     st.integers(0, 9),
     st.integers(1, 9),
+    st.integers(0, 9),
+    st.integers(1, 9),
+    st.booleans(),
 )
 LOGPROBS = st.builds(
     TokenLogprob,
@@ -47,7 +50,6 @@ REQUESTS = st.builds(
     st.lists(SOURCES, max_size=2).map(tuple),
     st.booleans(),
     st.lists(TOKENS.filter(bool), max_size=2).map(tuple),
-    st.booleans(),
 )
 DELTAS = st.builds(
     Delta,

@@ -54,9 +54,13 @@ class Place(Protocol):
 MakePlace = Callable[[KVSpec], contextlib.AbstractContextManager[Place]]
 
 
+READING = 77
+
+
 def hello_for(kv: KVSpec) -> Hello:
     spec = AttentionSpec(2 * kv.num_kv_heads, kv.num_kv_heads, kv.head_dim, 0.3)
-    return Hello(PROTOCOL_VERSION, "a model", kv, (spec,) * kv.num_layers, DType.FLOAT32)
+    specs = (spec,) * kv.num_layers
+    return Hello(PROTOCOL_VERSION, "a model", kv, specs, DType.FLOAT32, reading=READING)
 
 
 class Memory(MemoryCache):

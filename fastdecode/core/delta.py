@@ -50,8 +50,8 @@ class Delta:
     num_cached_tokens: Count = 0
     """Of the prompt, those that this sequence didn't run; told with its last delta."""
     sources: Sources = ()
-    """The request is handed over: K and V of its prompt may be fetched here
-    until it is cancelled."""
+    """Where blocks of its tokens may be read. If they are held, the request is handed over, and
+    they are held until it is cancelled."""
     has_fetched: bool = False
     """What was offered of the prompt has been fetched, and isn't needed any more where it was."""
     fetch_failed: bool = False

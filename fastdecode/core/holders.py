@@ -121,26 +121,41 @@ def new_residence(
 
 @dataclass(frozen=True)
 class KVSource:
-    """An R-worker that offers tokens of a sequence, counted as in the whole
-    sequence and the whole model."""
+    """An R-worker that keeps blocks of some tokens of a sequence, over some layers and KV heads of
+    the model."""
 
     address: Annotated[str, Meta(max_length=1 << 8)]
     """As R-workers call each other."""
-    ticket: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
-    """The right to read them; nobody else has it."""
+    reading: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    """The right to read them, a secret of its engine."""
     first_token: Annotated[int, Meta(ge=0, le=MAX_SEQUENCE_TOKENS)]
     num_tokens: Annotated[int, Meta(ge=1, le=MAX_SEQUENCE_TOKENS)]
     first_head: Annotated[int, Meta(ge=0, le=MAX_HEADS)]
-    """KV heads."""
     num_heads: Annotated[int, Meta(ge=1, le=MAX_HEADS)]
-    first_layer: Annotated[int, Meta(ge=0, le=MAX_LAYERS)] = 0
-    """How many it has, it says itself."""
+    first_layer: Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
+    num_layers: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
+    is_held: bool = False
+    """They stay until the request is cancelled there. Others may have been evicted."""
 
     def __post_init__(self) -> None:
         if not self.address.isprintable():
             raise ValueError(f"{self.address!r:.80} is not an address")
 
+    @property
+    def end(self) -> int:
+        """Return the first token behind these."""
+        return self.first_token + self.num_tokens
+
+
+def of_first_tokens(sources: tuple[KVSource, ...], num_tokens: int) -> tuple[KVSource, ...]:
+    """Return what sources keep of a sequence's first tokens."""
+    return tuple(
+        replace(source, num_tokens=min(source.end, num_tokens) - source.first_token)
+        for source in sources
+        if source.first_token < num_tokens
+    )
+
 
 def num_offered(sources: tuple[KVSource, ...]) -> int:
     """Tokens of a sequence that sources have, from its first on."""
-    return max((source.first_token + source.num_tokens for source in sources), default=0)
+    return max((source.end for source in sources), default=0)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias, cas
 from msgspec import Meta
 
 from fastdecode.core.errors import FastDecodeError, Given, RequestError
-from fastdecode.core.holders import KVSource, Residence, SequenceId
+from fastdecode.core.holders import KVSource, Residence, SequenceId, of_first_tokens
 from fastdecode.core.model.block_keys import MAX_SALT_CHARS
 from fastdecode.core.structured import StructuredOutputs
 from fastdecode.core.vllm_names import supported_sampling
@@ -39,7 +39,7 @@ TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]
 TokenIds: TypeAlias = tuple[TokenId, ...]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 31)]
 Sources: TypeAlias = Annotated[tuple[KVSource, ...], Meta(max_length=1 << 10)]
-"""At most as many as one pull reads."""
+"""At most as many as one fetch reads."""
 Log: TypeAlias = Annotated[float, Meta(le=1.0)]
 """Logarithm of a probability, which may be 0. Rounding may take it a little above 1."""
 
@@ -427,8 +427,6 @@ class Request:
     by then: K and V of the prompt are kept, and offered, until it is cancelled."""
     bad_words: tuple[Annotated[TokenIds, Meta(min_length=1)], ...] = ()
     """The tokens of ``params.bad_words``, a tuple for each way to write a word."""
-    only_kept: bool = False
-    """It is refused unless all of its prompt is kept, but for a block's tokens at most."""
 
 
 @dataclass(frozen=True)
@@ -601,7 +599,8 @@ class Sequence:
 
     @classmethod
     def of(cls, sequence_id: SequenceId, request: Request, index: int) -> Sequence:
-        return cls(sequence_id, request, index, sources=request.sources)
+        sources = of_first_tokens(request.sources, len(request.prompt_token_ids))
+        return cls(sequence_id, request, index, sources=sources)
 
     @cached_property
     def token_ids(self) -> list[int]:

@@ -126,7 +126,6 @@ class Engine:
         return min([pause_s for pause_s in pauses_s if pause_s], default=0.0)
 
     def figures(self) -> EngineFigures:
-        """What it reports of itself, between two steps."""
         return figures_of(self.stats, self._lifecycle.scheduler, self._fleet)
 
     def give_role(self, role: InstanceRole) -> None:
@@ -226,7 +225,11 @@ class Engine:
         r_compute_s = stats.r_compute_s
         num_steps, num_prompt_tokens = stats.num_steps, stats.num_prompt_tokens
         is_prefill = _runs_prompt(pipeline)
-        self._choose_lanes()
+        num_lanes = pipeline.num_lanes
+        for extension in self._extensions:
+            num_lanes = extension.num_lanes(num_lanes)
+        if num_lanes != pipeline.num_lanes:
+            self.set_num_lanes(num_lanes)
         while stats.num_steps == num_steps:
             self._launch_idle()
             if not self._has_pending:
@@ -249,13 +252,6 @@ class Engine:
         """Whether a step is in flight, tokens are on their way to the host, or
         an answer about a room is owed."""
         return bool(self._pipeline.in_flight or self._coming or self._lifecycle.is_owed)
-
-    def _choose_lanes(self) -> None:
-        num_lanes = self._pipeline.num_lanes
-        for extension in self._extensions:
-            num_lanes = extension.num_lanes(num_lanes)
-        if num_lanes != self._pipeline.num_lanes:
-            self.set_num_lanes(num_lanes)
 
     def _launch_idle(self) -> None:
         """Take in what has happened, and start the idle lanes' steps."""
@@ -331,6 +327,8 @@ class Engine:
                 for extension in self._extensions:
                     extension.opened(instruction.part)
         elif kind is events.Finish:
+            for extension in self._extensions:
+                extension.finishing(instruction)
             self.requests.finish(instruction.sequence, instruction.reason, self.stats)
         elif kind is events.Fail:
             request_id, error = instruction.request_id, instruction.error
@@ -387,17 +385,14 @@ class Engine:
         self._count_load(wanted)
         tokens, step.draws = step.draws, None  # or the two would keep each other, and the model
         if isinstance(tokens, StepSamples) and tokens.goes_ahead:
-            self._go_ahead(step, tokens)
+            self._coming[step.lane] = tokens
+            coming = self._lifecycle.sequences.wanted(tokens.chunks)
+            sequences = tuple([chunk.sequence for chunk in coming])
+            self._apply(events.StepDone(step.lane, (), sequences))
             return
         drawn = self._samples.accept(tokens) if isinstance(tokens, StepSamples) else ()
         self._apply(events.StepDone(step.lane, drawn))
         self._hand_out(step, drawn, ran_s)
-
-    def _go_ahead(self, step: LaneStep, tokens: StepSamples) -> None:
-        self._coming[step.lane] = tokens
-        coming = self._lifecycle.sequences.wanted(tokens.chunks)
-        sequences = tuple([chunk.sequence for chunk in coming])
-        self._apply(events.StepDone(step.lane, (), sequences))
 
     def _take_in(self, lane: int) -> None:
         """Take in the tokens of a lane's step that is over; wait for them, if they aren't here."""

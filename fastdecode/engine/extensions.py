@@ -17,7 +17,7 @@ from fastdecode.engine.requests import Requests
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.schedule.lanes import LaneChoice
-from fastdecode.schedule.life.events import Drawn, Event
+from fastdecode.schedule.life.events import Drawn, Event, Finish
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.plan import Chunk
 from fastdecode.schedule.times import MeasuredTimes
@@ -80,6 +80,9 @@ class Extension:
 
     def opened(self, part: Part) -> None:
         """A holder was asked to open a part."""
+
+    def finishing(self, finish: Finish) -> None:
+        """Take note of a sequence that is over, before its listener does."""
 
     def ran(self, chunks: Sequence[Chunk]) -> None:
         """A step has run these chunks, of sequences that are still wanted. Its

@@ -32,7 +32,6 @@ class Facts:
 
 
 def facts_of(config: EngineConfig, running: RunningCluster | RunningEngine) -> Facts:
-    """Return the facts of what runs by ``config``."""
     identity: Identity
     layers: tuple[int, ...] = ()
     if config.instances.instances:

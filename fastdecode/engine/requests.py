@@ -33,8 +33,7 @@ class Generation:
     first_token_s: float | None = None
     last_token_s: float = 0.0
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    num_told: int = 0
-    """Tokens that deltas were made of."""
+    num_told: int = 0  # tokens that deltas were made of
     num_known: int = 0
     """Tokens that were drawn before it was submitted, and have no logprobs here."""
     eos_token_ids: tuple[int, ...] = ()
@@ -107,14 +106,11 @@ class PromptLogprobs:
 class AskedRows:
     """Rows of one step whose next tokens are a prompt's."""
 
-    rows: NDArray[np.int64]
-    """[P], among the step's rows that were asked for."""
-    tokens: NDArray[np.int64]
-    """[P], what follows."""
+    rows: NDArray[np.int64]  # [P], among the step's rows that were asked for
+    tokens: NDArray[np.int64]  # [P], what follows
     owners: tuple[tuple[PromptLogprobs, int], ...]
     """[P], whose, and the place in its prompt."""
-    chunks: tuple[Chunk, ...]
-    """[P], whose rows they are."""
+    chunks: tuple[Chunk, ...]  # [P], whose rows they are
 
     @property
     def count(self) -> int:
@@ -357,7 +353,6 @@ class Requests:
         return group
 
     def fail_all(self, error: FastDecodeError) -> None:
-        """End all of them with an error."""
         for request_id in self.ids:
             self.forget(request_id).fail(error)
 

@@ -31,23 +31,18 @@ class StepSamples:
     """Tokens, and log-probabilities of prompts, of one step."""
 
     step: LaneStep
-    chunks: Seq[Chunk]
-    """Chunks that a token is drawn for."""
-    drawing: Drawing | None
-    """None if there are none."""
+    chunks: Seq[Chunk]  # chunks that a token is drawn for
+    drawing: Drawing | None  # None if there are none
     started_s: float
-    ended_s: float | None
-    """None while the tokens are on their way to the host."""
+    ended_s: float | None  # None while the tokens are on their way to the host
     goes_ahead: bool
     """The lane's next step begins without waiting for them."""
-    asked: AskedRows | None = None
-    """Rows whose next tokens are a prompt's."""
+    asked: AskedRows | None = None  # rows whose next tokens are a prompt's
     found: Tensor | None = None
     """Their log-probabilities, on the device (``prompt_logprobs``)."""
 
     @property
     def done(self) -> bool:
-        """Return True if the step is over."""
         return self.goes_ahead or self.drawing is None or self.drawing.done
 
     def wait(self) -> None:

@@ -6,15 +6,14 @@ others want is put into its inbox, and looked at between two steps. So an interr
 thread that waits for an answer never comes in the middle of a step: the engine stays usable.
 
 The engine is made by the thread that steps it, since OpenMP's threads and CUDA's current device
-belong to the thread that calls. Where only one certain thread may do what a step does (an MPI
-library that doesn't let threads take turns), the service has no thread of its own: the one that
-waits for deltas runs the steps meanwhile, and an interrupt is kept until the step is over.
+belong to the thread that calls.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import logging
 import os
 import threading
@@ -37,8 +36,8 @@ from fastdecode.core.errors import (
     duplicate_id,
     without_frames,
 )
+from fastdecode.core.host.processes import Interrupted
 from fastdecode.core.sequence import Request
-from fastdecode.engine.interrupts import kept_interrupts, raise_if, start
 from fastdecode.engine.open_requests import OpenRequests
 from fastdecode.wire.instances import EngineNumbers, StatusReport
 
@@ -46,9 +45,6 @@ logger = logging.getLogger(__name__)
 
 LEAVING_S = 10.0
 """How long a process that ends waits for the thread of an engine that was not closed."""
-_LOOK_EVERY_S = 0.2
-"""How long an interrupt may wait where the waiting thread also runs the steps,
-and there are none to run."""
 NUM_LATEST_STEPS = 256
 
 
@@ -93,8 +89,7 @@ class _Steps:
 
     def __init__(self) -> None:
         self.num = 0
-        self.ended_s: float | None = None
-        """``time.monotonic()`` at the end of the last one."""
+        self.ended_s: float | None = None  # ``time.monotonic()`` at the end of the last one
         self.longest_s = 0.0
         self._latest_s: deque[float] = deque([0.0] * NUM_LATEST_STEPS)
 
@@ -115,8 +110,7 @@ class Snapshot:
 
     state: Literal["starting", "ready", "draining", "broken", "closed"]
     engine: EngineNumbers
-    error: FastDecodeError | None = None
-    """Why it is broken."""
+    error: FastDecodeError | None = None  # why it is broken
 
     def report(self, figures: Mapping[str, Any]) -> StatusReport:
         """The same as others report it, with what the engine has said between two steps."""
@@ -132,8 +126,6 @@ class EngineService(Generic[T]):
 
     Args:
         make: Makes the engine, in the thread that will own it.
-        own_thread: False: the thread that calls ``open`` must also call ``take``, ``call``,
-            ``drain`` and ``close``.
         in_callers_thread: Called before the engine is made, and before requests are queued.
         inbox: Where its thread gets what others want. None for a queue.
     """
@@ -142,7 +134,6 @@ class EngineService(Generic[T]):
         self,
         make: Callable[[], T],
         *,
-        own_thread: bool = True,
         in_callers_thread: Callable[[], object] | None = None,
         inbox: SimpleQueue[Callable[[], None]] | None = None,
     ) -> None:
@@ -153,25 +144,18 @@ class EngineService(Generic[T]):
         # and may come in a signal's handler.
         self._inbox = inbox or SimpleQueue[Callable[[], None]]()
         self._made: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        if own_thread:
-            self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
         self._served: T | None = None
         self._open = OpenRequests()
         self._drained: list[SimpleQueue[None]] = []
         self._steps = _Steps()
         self._numbers = EngineNumbers()
         self._is_draining = False
-        self._is_closing = False
-        """It ends as soon as the step in flight is over."""
-        self._is_over = False
-        """No step will be made any more."""
-        self._broken: FastDecodeError | None = None
-        """Why no step can be made any more."""
-        self._ended: FastDecodeError | None = None
-        """Why no request is taken any more."""
-        self._closing_failed: BaseException | None = None
-        """What closing the engine raised."""
+        self._is_closing = False  # it ends as soon as the step in flight is over
+        self._is_over = False  # no step will be made any more
+        self._broken: FastDecodeError | None = None  # why no step can be made any more
+        self._ended: FastDecodeError | None = None  # why no request is taken any more
+        self._closing_failed: BaseException | None = None  # what closing the engine raised
         self._is_finished = threading.Event()  # then its thread looks into no inbox any more
         self._seeing_off = threading.Lock()
 
@@ -189,10 +173,18 @@ class EngineService(Generic[T]):
         """
         if self._in_callers_thread is not None:
             self._in_callers_thread()
-        if self._thread is None:
-            self._make_engine()
-        else:
-            start(self._thread, self._made, self.ask_to_close)
+        try:
+            self._thread.start()
+            failed = self._made.get()
+        except BaseException:
+            # Interrupted. What would have stopped this thread, had it made the
+            # engine, stops the one that makes it.
+            self.ask_to_close()
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(Interrupted)
+            )
+            raise
+        _raise_if(failed)
         atexit.register(self._leave)
         return self.served
 
@@ -221,7 +213,6 @@ class EngineService(Generic[T]):
         self._put(partial(self._cancel_waiting, reader))
 
     def cancel_all(self, reader: DeltaQueue, error: FastDecodeError) -> None:
-        """End all requests of a reader with an error."""
         self._put(partial(self._cancel_all, reader, error))
 
     def forgetting(self, reader: DeltaQueue) -> Callable[[], None]:
@@ -230,18 +221,7 @@ class EngineService(Generic[T]):
         return partial(self._inbox.put, partial(self._forget_all, reader))
 
     def take(self, reader: DeltaQueue, timeout_s: float | None = None) -> list[Delta]:
-        """``reader.take``, whichever thread runs the steps."""
-        if self._thread is not None:
-            return reader.take(timeout_s)
-        end_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        with kept_interrupts() as is_interrupted:
-            while not is_interrupted():
-                deltas = reader.take(0)
-                left_s = end_s - time.monotonic()
-                if deltas or left_s <= 0:
-                    return deltas
-                self._turn_alone(min(left_s, _LOOK_EVERY_S))
-        return []
+        return reader.take(timeout_s)
 
     def call(self, act: Callable[[T], None]) -> None:
         """Do something with the engine between two steps, and wait for it.
@@ -259,9 +239,7 @@ class EngineService(Generic[T]):
                 done.put(None)
 
         self._put(act_if_open)
-        while self._thread is None and done.empty():
-            self._turn(0)
-        raise_if(done.get())
+        _raise_if(done.get())
 
     def look(self, at: Callable[[T], None] = lambda served: None) -> None:
         """Have the engine find out how its R-workers are, if it has no work: otherwise it does
@@ -291,12 +269,8 @@ class EngineService(Generic[T]):
         """Take no more requests, and wait until those that are open are over;
         False if they aren't in time."""
         self._is_draining = True
-        drained = self.when_drained()
-        end_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        while self._thread is None and drained.empty() and time.monotonic() < end_s:
-            self._turn_alone(_LOOK_EVERY_S)
         try:
-            drained.get(timeout=None if timeout_s is None else max(0.0, end_s - time.monotonic()))
+            self.when_drained().get(timeout=None if timeout_s is None else max(0.0, timeout_s))
         except Empty:
             return False
         return True
@@ -316,14 +290,12 @@ class EngineService(Generic[T]):
         if os.getpid() != self._pid:
             return  # a fork has neither the thread nor the R-workers
         self.ask_to_close()
-        if self._thread is None:
-            self._run_to_end()
-        elif self._thread.ident is not None:
+        if self._thread.ident is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 logger.warning("an engine has not stopped within %.0f s: it hangs", timeout_s)
         failed, self._closing_failed = self._closing_failed, None
-        raise_if(failed)
+        _raise_if(failed)
 
     def _check_usable(self) -> None:
         here = os.getpid()
@@ -343,8 +315,7 @@ class EngineService(Generic[T]):
             )
 
     def _leave(self) -> None:
-        """Close the engine at the end of the process."""
-        if os.getpid() == self._pid and self._thread is not None:
+        if os.getpid() == self._pid:
             self.ask_to_close()
             self._thread.join(LEAVING_S)
 
@@ -402,13 +373,6 @@ class EngineService(Generic[T]):
             self._break_down(error)
         self._hand_out()
 
-    def _turn_alone(self, timeout_s: float) -> None:
-        """Take one turn, where no thread runs it to its end; and run it to its end if that was
-        asked for."""
-        self._turn(timeout_s)
-        if self._is_closing:
-            self._run_to_end()
-
     def _obey(self, timeout_s: float | None) -> None:
         with contextlib.suppress(Empty):
             self._inbox.get(timeout_s != 0, timeout_s)()
@@ -423,7 +387,6 @@ class EngineService(Generic[T]):
             self._hand_out()
 
     def _step(self) -> None:
-        """Make a step, if it would do anything."""
         stepped = self.has_work
         began_s = time.monotonic()
         try:
@@ -438,7 +401,6 @@ class EngineService(Generic[T]):
 
     @property
     def has_work(self) -> bool:
-        """Return True if a step would do anything."""
         return self._broken is None and self.served.engine.has_work
 
     def _note(self, served: Any) -> None:
@@ -544,6 +506,15 @@ class EngineService(Generic[T]):
         self._open.hand_out()
         while self._drained and (not self._open or self._is_finished.is_set()):
             self._drained.pop().put(None)
+
+
+def _raise_if(failed: BaseException | None) -> None:
+    """Raise what was caught elsewhere, if anything was."""
+    try:
+        if failed is not None:
+            raise failed
+    finally:
+        del failed  # its traceback has this frame, which would keep it
 
 
 def _cancelled() -> RequestError:

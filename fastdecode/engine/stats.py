@@ -53,7 +53,6 @@ class LatencyHistogram:
 
     @property
     def counts(self) -> dict[int, int]:
-        """By bucket, as far as there are any."""
         return {bucket: count for bucket, count in enumerate(self._counts) if count}
 
     def add_count(self, bucket: int, count: int) -> None:
@@ -84,12 +83,9 @@ def _bucket(duration_s: float) -> int:
 class AttachedCounts:
     """What R-workers had kept of a run that was cut off."""
 
-    num_sequences: int = 0
-    """Unfinished sequences of the run."""
-    num_tokens: int = 0
-    """Their tokens, of prompts and answers."""
-    num_held_sequences: int = 0
-    """Sequences with kept tokens."""
+    num_sequences: int = 0  # unfinished sequences of the run
+    num_tokens: int = 0  # their tokens, of prompts and answers
+    num_held_sequences: int = 0  # sequences with kept tokens
     num_held_tokens: int = 0
 
 
@@ -108,8 +104,7 @@ class EngineStats(SequenceCounts):
     """The S-worker had nothing to do but wait for R-workers."""
     r_compute_s: float = 0.0
     """The busiest R-worker's compute of every step, summed."""
-    r_busy_s: float = 0.0
-    """Every R-worker's compute, summed."""
+    r_busy_s: float = 0.0  # every R-worker's compute, summed
     r_busy_each_s: dict[HolderId, float] = field(default_factory=lambda: defaultdict(float))
     """The same of each holder."""
     load_sum: int = 0
@@ -119,16 +114,14 @@ class EngineStats(SequenceCounts):
     """From a request's submission to the first token, of every sequence that has one."""
     tpot: LatencyHistogram = field(default_factory=LatencyHistogram)
     """(end to end - TTFT) / (n - 1) of every sequence that ended with n > 1 tokens."""
-    num_rejoined: int = 0
-    """R-workers that took the place of lost ones."""
+    num_rejoined: int = 0  # R-workers that took the place of lost ones
     replicas: ReplicaFigures | None = None
     """Events of replicas. None if there are none."""
     resumed: AdoptionCounts = field(default_factory=AdoptionCounts)
     """Sequences that continued from them."""
     attached: AttachedCounts | None = None
     """What R-workers had kept of the run that is continued. None if none is."""
-    hybrid: HybridCounts | None = None
-    """With KV on both sides: what was done where."""
+    hybrid: HybridCounts | None = None  # with KV on both sides: what was done where
     num_ahead: int = 0
     """Steps that began with tokens that were still on their way to the host."""
     tiers: TierCounts = field(default_factory=TierCounts)
@@ -137,12 +130,9 @@ class EngineStats(SequenceCounts):
     """What was copied of lanes' KV, in the first stage; None: nothing is swapped."""
     num_handed_over: int = 0
     """With several instances: requests whose prompts were fetched by another one."""
-    num_failed_fetches: int = 0
-    """Those whose prompts couldn't be, and were run again."""
-    num_moved: int = 0
-    """Those that another one continued after a failure."""
-    num_role_changes: int = 0
-    """Instances that were given another role."""
+    num_failed_fetches: int = 0  # those whose prompts couldn't be, and were run again
+    num_moved: int = 0  # those that another one continued after a failure
+    num_role_changes: int = 0  # instances that were given another role
     fetched_bytes: int = 0
     """K and V of prompts that R-workers have fetched from other instances'."""
     fetch_s: float = 0.0
@@ -201,15 +191,12 @@ class HolderFigures:
     """A holder, which is an R-worker wherever there are R-workers."""
 
     name: str
-    lost: str | None
-    """Why it is lost, without its name; None: it isn't."""
+    lost: str | None  # why it is lost, without its name; None: it isn't
     kv_blocks: int
     kv_blocks_used: int
     """Reserved, or in use: not those that are only kept for requests to come."""
-    load_tokens: int
-    """Cached for sequences that run."""
-    busy_s: float
-    """Its compute, summed over all steps."""
+    load_tokens: int  # cached for sequences that run
+    busy_s: float  # its compute, summed over all steps
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""What R-workers report of KV that they move in the background: kept blocks between
-tiers, and prompts that they fetch from other engines' R-workers."""
+"""What R-workers report of blocks that they move in the background: between tiers, and from other
+engines' R-workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 
 from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.schedule.life.events import Event
-from fastdecode.wire.blocks import Pulled
+from fastdecode.wire.blocks import Done
 
 _MOST_SPANS: Final = 256
 
@@ -45,17 +45,20 @@ class Transfers(Extension):
 
     def __init__(self, state: EngineState) -> None:
         self._fleet = state.fleet
+        self._stock = state.lifecycle.scheduler.ledger.cache.stock
         self._stats = state.stats
         self._fetching = FetchingTime()
 
     def news(self) -> Iterable[Event]:
         """See ``Extension``."""
         for moved in self._fleet.take_moves():
-            if isinstance(moved, Pulled):
-                self._count(moved)
+            if isinstance(moved, Done):
+                job = self._stock.jobs.get(moved.job)
+                if job is not None and job.source:
+                    self._count(moved)
             yield moved
 
-    def _count(self, pulled: Pulled) -> None:
-        self._stats.fetched_bytes += pulled.num_bytes
-        self._stats.fetch_s += pulled.seconds
-        self._stats.fetching_s += self._fetching.add(time.perf_counter(), pulled.seconds)
+    def _count(self, done: Done) -> None:
+        self._stats.fetched_bytes += done.num_bytes
+        self._stats.fetch_s += done.seconds
+        self._stats.fetching_s += self._fetching.add(time.perf_counter(), done.seconds)

@@ -1,29 +1,21 @@
-"""Which instances have run which tokens, as far as their controller knows: K and V of
-these may still be kept there, for requests that begin alike.
+"""Which instances have run which tokens, and where their blocks may be read.
 
-Blocks are known by their keys (``fastdecode.core.model.block_keys``), and what was run
-behind the last full block by its tokens. An instance may have given them up meanwhile: it
-says so when it is asked for them.
+Blocks are known by their keys (``fastdecode.core.model.block_keys``), and what an instance keeps
+behind the last full block by its tokens. It may have evicted them meanwhile.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
 
+from fastdecode.core.holders import KVSource, num_offered, of_first_tokens
 from fastdecode.core.model.block_keys import block_keys, root_key
 
 _MOST_BLOCKS: Final = 1 << 16
-"""That are remembered: of a million tokens or more."""
-
-
-@dataclass
-class _Block:
-    """Of whom a block is known, and what each has run last behind it."""
-
-    tails: dict[int, tuple[int, ...]] = field(default_factory=dict)
+"""Blocks that are remembered: of a million tokens or more."""
 
 
 @dataclass(frozen=True)
@@ -53,39 +45,38 @@ class BlockChain:
         return BlockChain(self.root, self.size, every, (*self.keys, *more))
 
 
+_Kept: TypeAlias = tuple[tuple[KVSource, ...], tuple[int, ...]]
+"""Where a block may be read, and tokens behind it of which there is a block that is not full."""
+
+
 class KeptPrefixes:
     """See the module."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[bytes, _Block] = OrderedDict()
+        self._blocks: OrderedDict[bytes, dict[int, _Kept]] = OrderedDict()
 
-    def note(self, run: BlockChain, instance: int) -> None:
-        """An instance has run these tokens."""
-        for key in run.keys:
-            block = self._blocks.setdefault(key, _Block())
-            block.tails.setdefault(instance, ())
+    def note(self, run: BlockChain, instance: int, sources: tuple[KVSource, ...]) -> None:
+        """Note where an instance has run these tokens."""
+        sources = tuple([replace(source, is_held=False) for source in sources])
+        num_tokens = num_offered(sources)
+        keys = run.keys[: num_tokens // run.size]
+        for key in keys:
+            self._blocks.setdefault(key, {})[instance] = sources, ()
             self._blocks.move_to_end(key)
-        if run.keys:
-            tail = run.token_ids[len(run.keys) * run.size :]
-            self._blocks[run.keys[-1]].tails[instance] = tail
+        if keys:
+            tail = run.token_ids[len(keys) * run.size : num_tokens]
+            self._blocks[keys[-1]][instance] = sources, tail
         while len(self._blocks) > _MOST_BLOCKS:
             self._blocks.popitem(last=False)
 
-    def forget(self, run: BlockChain, instance: int) -> None:
-        """An instance does not keep these tokens any more."""
-        for key in run.keys:
-            if (block := self._blocks.get(key)) is not None:
-                block.tails.pop(instance, None)
-
-    def kept(self, prompt: BlockChain) -> dict[int, int]:
-        """How many of a prompt's first tokens each instance may keep, but for the last
-        token, which has to run."""
-        found = dict[int, int]()
-        for place in reversed(range(len(prompt.keys))):
-            block = self._blocks.get(prompt.keys[place])
-            for instance, tail in block.tails.items() if block is not None else ():
-                end = (place + 1) * prompt.size
-                if tail and prompt.token_ids[end : end + len(tail)] == tail:
-                    end += len(tail)
-                found.setdefault(instance, min(end, len(prompt.token_ids) - 1))
+    def kept(self, prompt: BlockChain) -> dict[int, tuple[KVSource, ...]]:
+        """Return where each instance may keep a prompt's first blocks, but for the last token,
+        which has to run."""
+        found = dict[int, tuple[KVSource, ...]]()
+        for place in reversed(range((len(prompt.token_ids) - 1) // prompt.size)):
+            end = (place + 1) * prompt.size
+            for instance, (sources, tail) in self._blocks.get(prompt.keys[place], {}).items():
+                has_tail = prompt.token_ids[end:-1][: len(tail)] == tail
+                num_tokens = end + len(tail) * has_tail
+                found.setdefault(instance, of_first_tokens(sources, num_tokens))
         return found

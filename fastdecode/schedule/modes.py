@@ -41,6 +41,7 @@ def make_scheduler(
     opening_steps: int = 0,
     hybrid: HybridOptions | None = None,
     keeps_blocks: bool = False,
+    hands_over: bool = False,
     cache_policy: Policy | None = None,
     window: int | None = None,
     swap_threshold: float = 0.25,
@@ -59,7 +60,7 @@ def make_scheduler(
             full batch whose starts are spread evenly.
         hybrid: one of the holders is the device, the others are R-workers; with
             ``times``.
-        keeps_blocks: KV blocks outlive their sequences.
+        keeps_blocks, hands_over: see ``Holdings``.
         cache_policy, window: see ``Stock``; split sequences are kept as a
             whole, whatever the window.
         swap_threshold: see ``BlockLedger``.
@@ -81,7 +82,7 @@ def make_scheduler(
         only_ends=split is not None,
         window=window if split is None else None,
     )
-    cache = Holdings(stock, keeps_blocks=keeps_blocks)
+    cache = Holdings(stock, keeps_blocks=keeps_blocks, hands_over=hands_over)
     home = None if hybrid is None else hybrid.device
     reserve = 0.0 if batching.length_quantile is None else RESERVE
     rows = options.max_closed_rows

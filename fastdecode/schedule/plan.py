@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fastdecode.core.holders import HolderId, KVSource, Residence
+from fastdecode.core.holders import HolderId, Residence
 from fastdecode.core.sequence import NOTHING, Sequence
 from fastdecode.wire.blocks import Fetch, Forget, Name, Retain
 
@@ -33,8 +33,8 @@ class Start:
     """Jobs that fetch some of the blocks. No part is opened before they are due."""
     num_first_tokens: int = 1
     """Tokens that its first step runs."""
-    sources: tuple[KVSource, ...] = ()
-    """It isn't a fork, and starts with tokens that are fetched from there."""
+    is_handed: bool = False
+    """It starts with blocks that other engines keep, and not as a fork."""
 
     @property
     def behind_gap(self) -> range:

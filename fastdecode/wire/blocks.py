@@ -12,8 +12,7 @@ message                 direction  meaning, and the answer
 ``Forget``              S/R → R    evict cached blocks, or copies in the tier; no answer
 ``ExpectTokens``        S/R → R    more tokens of sequences will arrive as chunks; no answer
 ``StoreChunk``          S/R → R    K and V of expected tokens → ``ChunkStored``
-``FetchChunk``          S/R → R    read K and V of cached tokens → ``FetchedChunk``, or
-                                   ``ExportExpired`` to a ticket
+``FetchChunk``          S/R → R    read K and V of cached tokens → ``FetchedChunk``
 ``TakeOver``            S → R      the sender owns the cache, with these sequences, at most that
                                    many tokens of each, and these cached blocks → ``TakenOver``
 ``DropCache``           S → R      drop a replica, whichever peer uses it → ``Dropped``, later
@@ -28,11 +27,7 @@ message                 direction  meaning, and the answer
 ``Retain``              S → R      copy cached blocks to the tier → ``Done``, out of order
 ``Fetch``               S → R      make room for blocks of a source, and copy them
                                    → ``Progress`` now and then, then ``Done``, out of order
-``ExportSequence``      S → R      readers with this ticket may read a sequence; no answer
-``Pull``                S → R      fetch an empty sequence's tokens from other R-workers
-                                   → ``Pulled``, out of order
-``DescribeExport``      R → R      what is this ticket for → ``ExportDescription``, or
-                                   ``ExportExpired``
+``ReadBlocks``          R → R      read cached blocks by their keys → ``BlockData``
 ======================  =========  =============================================================
 
 **Chunks.** A chunk is one transfer of at most ``MAX_CHUNK_BYTES``: K and V of consecutive tokens
@@ -71,11 +66,12 @@ blocks that are not named. An S-worker's ``Hello`` without ``resumes`` drops the
 repeats every change of its cache there. K and V follow its answers, never precede them. ``ON_DISK``
 puts the replica into a file of the block directory.
 
-**Tickets.** A ticket is 128 random bits, and the right to read one sequence as it was exported. It
-ends when the sequence is closed, truncated or taken over: the answer is ``ExportExpired`` then.
-``ExportSequence`` may arrive after its reader's request, so a reader asks again for a second.
-Heads, layers and tokens count as in the whole model and sequence. A pull that failed leaves an
-arriving sequence, to be closed; closing it ends a pull at any time.
+**Reading.** ``Hello.reading`` is the right to read a cache's blocks by their keys, which only a
+peer can name that knows all tokens and the salt. What is read by a key is that content, or
+missing: a block may be named after its reader's request, so a reader asks again for a second where
+the source holds its blocks (``KVSource.is_held``). Heads and layers of a ``KVSource`` count as in
+the whole model, those of ``ReadBlocks`` as in the cache that is read. Full blocks travel as chunks
+of ``blocks``, a last block that is not full as ``tokens``.
 """
 
 from __future__ import annotations
@@ -98,7 +94,6 @@ from fastdecode.wire.traits import (
     I64,
     KEY_WORDS,
     MAX_ID,
-    OWNERS,
     S_WORKERS,
     THE_ONLY,
     U8,
@@ -119,7 +114,6 @@ from fastdecode.wire.traits import (
     Seconds,
     SomeTokens,
     Text,
-    Ticket,
     Tokens,
     Wait,
     Worded,
@@ -128,7 +122,7 @@ from fastdecode.wire.traits import (
 MAX_CHUNK_BYTES: Final = 4 << 20
 """Bytes of one chunk. No loop keeps other messages waiting for longer than such a chunk takes."""
 MAX_PIECES: Final = 1 << 14  # sequences of one chunk
-MAX_SOURCES: Final = 1 << 10  # sources of one pull
+MAX_SOURCES: Final = 1 << 10  # sources of one fetch
 MOST_LINK_BYTES: Final = 1 << 30
 """Bytes in flight on one replication link. A busy peer takes in twice that before it is lost."""
 MOST_MOVED: Final = 1 << 12  # blocks of one job, and of one ``Inventory``
@@ -292,10 +286,6 @@ class FetchedChunk(Message, frozen=True, tag=72, eq=False):
     data: U8
 
 
-class ExportExpired(Worded, frozen=True, tag=118):
-    reason: Text
-
-
 class ExpectTokens(ForHolder, frozen=True, tag=10, eq=False):
     sequence_ids: I64
     num_tokens: I32
@@ -343,12 +333,8 @@ class FetchChunk(ForHolder, frozen=True, tag=12, eq=False):
     first_tokens: I32
     num_tokens: I32
     holder: CacheId = THE_ONLY
-    ticket: Text = ""
-    """Ticket of the sequence to read, in place of ``sequence_ids`` [1]. Empty for sequences of the
-    peer's own cache."""
 
     answers = (FetchedChunk,)
-    said_by = OWNERS | {Role.READER}
 
     def __post_init__(self) -> None:
         check_rows(self.sequence_ids, first_tokens=self.first_tokens, num_tokens=self.num_tokens)
@@ -495,13 +481,60 @@ class Fetch(ForHolder, frozen=True, tag=42, eq=False):
     job: Count
     keys: Keys
     source: Annotated[tuple[KVSource, ...], Meta(max_length=MAX_SOURCES)] = ()
-    """Empty for the cache's own tier."""
+    """R-workers that keep these blocks together. Empty for the cache's own tier."""
+    tail_tokens: Tokens = 0
+    """Tokens of the last block. 0 if it is full."""
+    timeout_s: Wait = 60.0
+    """How long a source may stay silent while it owes an answer."""
+    bytes_per_s: Annotated[float, Meta(ge=0, lt=1e15)] = 0.0
+    """Highest pace. 0 for none."""
+    first_head: Head = 0
+    """KV heads of the model before the cache's own."""
+    first_layer: Layer = 0
+    """Layers of the model before the cache's own."""
     holder: CacheId = THE_ONLY
 
     said_by = S_WORKERS
     is_transfer = True
     in_every_stage = True
     is_long = True
+
+    def part(self, shard: Shard) -> Fetch:
+        first_head = 0 if shard.heads is None else int(shard.heads.kv.start)
+        first_layer = 0 if shard.layers is None else shard.layers.start
+        return replace(
+            self,
+            first_head=self.first_head + first_head,
+            first_layer=self.first_layer + first_layer,
+        )
+
+
+class BlockData(Message, frozen=True, tag=119, eq=False):
+    is_there: U8
+    """1 for each block that is cached, else 0."""
+    data: U8
+    """Chunk of those that are."""
+
+
+class ReadBlocks(Asking, frozen=True, tag=59, eq=False):
+    protocol_version: Count
+    reading: Count
+    model_hash: Text
+    kv: KVSpec
+    """Kind of the cache that the blocks are for. Its number of layers and heads may be another."""
+    form: ChunkForm
+    first_layer: Layer
+    num_layers: Layer
+    first_head: Head
+    num_heads: Head
+    keys: Keys
+    num_tokens: I32  # tokens of each block
+
+    answers = (BlockData,)
+    said_by = frozenset({Role.READER})
+
+    def __post_init__(self) -> None:
+        check_rows(self.keys, num_tokens=self.num_tokens)
 
 
 class Progress(Message, frozen=True, tag=102):
@@ -560,88 +593,14 @@ class Inventory(Message, frozen=True, tag=101, eq=False):
             raise ProtocolError(f"blocks without tokens, or more than num_slots={self.num_slots}")
 
 
-# Prompts that move from one instance to another.
-
-
-class ExportDescription(Message, frozen=True, tag=117):
-    """A sequence on offer, and the kind of its cache."""
-
-    model_hash: Text
-    kv: KVSpec
-    num_tokens: Tokens
-
-
-class ExportSequence(ForHolder, frozen=True, tag=56):
-    sequence_id: Count
-    ticket: Ticket
-    holder: CacheId = THE_ONLY
-
-    said_by = S_WORKERS
-    in_every_stage = True
-
-
-class Pull(ForHolder, frozen=True, tag=57):
-    sequence_id: Count
-    """Open sequence of the reader, with room and without tokens."""
-    first_token: Tokens
-    """Place in the whole sequence of the first token that is pulled."""
-    num_tokens: SomeTokens
-    sources: Annotated[tuple[KVSource, ...], Meta(min_length=1, max_length=MAX_SOURCES)]
-    timeout_s: Wait
-    """How long a source may stay silent while it owes an answer."""
-    bytes_per_s: Annotated[float, Meta(ge=0, lt=1e15)] = 0.0
-    """Highest pace. 0 for none."""
-    first_head: Head = 0
-    """KV heads of the model before the cache's own."""
-    first_layer: Layer = 0
-    """Layers of the model before the cache's own."""
-    holder: CacheId = THE_ONLY
-
-    said_by = S_WORKERS
-    is_transfer = True
-    in_every_stage = True
-    is_long = True
-
-    def part(self, shard: Shard) -> Pull:
-        first_head = 0 if shard.heads is None else int(shard.heads.kv.start)
-        first_layer = 0 if shard.layers is None else shard.layers.start
-        return replace(
-            self,
-            first_head=self.first_head + first_head,
-            first_layer=self.first_layer + first_layer,
-        )
-
-
-class Pulled(Worded, frozen=True, tag=116):
-    holder: Holder
-    sequence_id: Count
-    num_bytes: Count
-    """Bytes of K and V that have come."""
-    seconds: Seconds
-    reason: Text
-    """Why the pull failed. Empty if all tokens have come."""
-
-
-class DescribeExport(Asking, frozen=True, tag=58):
-    protocol_version: Count
-    ticket: Ticket
-
-    answers = (ExportDescription, ExportExpired)
-    said_by = frozenset({Role.READER})
-
-
 KeptToRWorker: TypeAlias = Open | Extend | Truncate | Close | Name | Forget
 TierToRWorker: TypeAlias = UseTier | Retain | Fetch
 BlocksToRWorker: TypeAlias = (
     KeptToRWorker | TierToRWorker | ExpectTokens | StoreChunk
-    | FetchChunk | TakeOver | DropCache | Replicate | Restore | ExportSequence | Pull
-    | DescribeExport
+    | FetchChunk | TakeOver | DropCache | Replicate | Restore | ReadBlocks
 )  # fmt: skip
-ChunkAnswer: TypeAlias = ChunkStored | FetchedChunk | ExportExpired
-BlocksAnswer: TypeAlias = (
-    Accepted | Refused | AttendResult | ChunkAnswer | TakenOver | ExportDescription
-)
+ChunkAnswer: TypeAlias = ChunkStored | FetchedChunk
+BlocksAnswer: TypeAlias = Accepted | Refused | AttendResult | ChunkAnswer | TakenOver | BlockData
 ReplicationNews: TypeAlias = Replicated | Unprotected | Dropped
-TierNews: TypeAlias = Progress | Done | Inventory
-MoveNews: TypeAlias = TierNews | Pulled
+MoveNews: TypeAlias = Progress | Done | Inventory
 """Reports on K and V that moved in the background."""

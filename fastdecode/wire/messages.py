@@ -29,7 +29,7 @@ Messages about KV blocks are in ``fastdecode.wire.blocks``, those between the st
 pipeline in ``fastdecode.wire.stages``, a controller's in ``fastdecode.wire.instances``.
 
 **Peers and roles.** An R-worker has several peers, and a peer's first message says what it is:
-``Hello`` an S-worker or a neighbour (``Role``), ``Inspect`` or ``DescribeExport`` a reader. A
+``Hello`` an S-worker or a neighbour (``Role``), ``Inspect`` or ``ReadBlocks`` a reader. A
 **reader** changes nothing. A **neighbour** is an R-worker that has a replica of a cache stored
 here: it stores, and never attends (``num_queries = 0``). ``said_by`` of each message says which
 roles may send it. A message that a peer may not send ends that peer's connection, with
@@ -97,9 +97,9 @@ from fastdecode.wire.blocks import AttendResult as AttendResult
 from fastdecode.wire.blocks import (
     BlocksAnswer,
     BlocksToRWorker,
-    DescribeExport,
     KeptToRWorker,
     MoveNews,
+    ReadBlocks,
     ReplicationNews,
     TierToRWorker,
     check_rows,
@@ -134,7 +134,7 @@ from fastdecode.wire.traits import MAX_LANES as MAX_LANES
 from fastdecode.wire.traits import Activations as Activations
 from fastdecode.wire.traits import Message as Message
 
-PROTOCOL_VERSION = 25
+PROTOCOL_VERSION = 26
 
 MAX_STEP_TOKENS = 1 << 23
 """Most tokens that a step of one lane appends on one R-worker, and most that it attends there.
@@ -193,6 +193,8 @@ class Hello(ForHolder, frozen=True, tag=1):
     """Secret of the run that the cache is for. 0 for none."""
     outlives: bool = False
     """The cache is kept for the session when its S-worker is lost."""
+    reading: Count = 0
+    """Right to read the cache's blocks (``ReadBlocks``). 0 if no peer has it."""
     resumes: bool = False
     """Resume such a cache. If there is none, or it has more blocks than are wanted, use a new
     one."""
@@ -323,7 +325,7 @@ AboutCaches: TypeAlias = Hello | Inspect | Shutdown | BlocksToRWorker
 ToRWorker: TypeAlias = BeginStep | Attend | AboutCaches
 Room: TypeAlias = KeptToRWorker | TierToRWorker
 """Messages with ``in_every_stage``: the R-workers of a column get them in all stages alike."""
-Greeting: TypeAlias = Hello | Inspect | DescribeExport
+Greeting: TypeAlias = Hello | Inspect | ReadBlocks
 """First messages of a peer."""
 Answer: TypeAlias = Welcome | Report | BlocksAnswer
 Unasked: TypeAlias = Failed | ReplicationNews | MoveNews

@@ -23,7 +23,7 @@ relayed        first → p    what the stage sends its R-worker of a column
 ``ColumnReady``  p → first  a replacement of a lost R-worker waits; it comes unasked
 ``ColumnVacant`` p → first  no R-worker is left to replace a lost one; it comes unasked
 reports        p → first    of an R-worker's tiers, imports and replicas (``Done``,
-                            ``Inventory``, ``Pulled``, ``Replicated``, ``Unprotected``,
+                            ``Inventory``, ``Replicated``, ``Unprotected``,
                             ``Dropped``); before ``StageDone`` of any step that they
                             matter to
 ``Failed``     p → first    the stage can't continue; it comes unasked
@@ -49,7 +49,7 @@ from msgspec import Meta
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.version import VERSION
-from fastdecode.wire.blocks import Done, Inventory, Pulled, ReplicationNews, check_rows
+from fastdecode.wire.blocks import Done, Inventory, ReplicationNews, check_rows
 from fastdecode.wire.traits import (
     F32,
     I32,
@@ -223,6 +223,8 @@ class StageHello(Asking, frozen=True, tag=44):
     """Its R-workers resume such caches, if they have any."""
     num_keepers: Holder = 0
     """R-workers that only keep its columns' replicas."""
+    reading: Count = 0
+    """``Hello.reading`` of its R-workers."""
 
     answers = (StageWelcome,)
 
@@ -278,7 +280,7 @@ class StagePass(Asking, frozen=True, tag=45, eq=False):
 
 StageMessage: TypeAlias = StageHello | StagePass | PlaceColumn | GreetColumn
 OfMember: TypeAlias = (
-    StageAnswer | ColumnTakenOver | ColumnWelcome | Done | Inventory | Pulled | ReplicationNews
+    StageAnswer | ColumnTakenOver | ColumnWelcome | Done | Inventory | ReplicationNews
 )
 """What a stage relays of an R-worker."""
 FromStage: TypeAlias = StageWelcome | StageDone | ColumnLost | ColumnReady | ColumnVacant | OfMember

@@ -67,7 +67,6 @@ CacheId: TypeAlias = Annotated[int, Meta(ge=THE_ONLY, lt=MAX_HOLDERS)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, lt=1e9)]
 Wait: TypeAlias = Annotated[float, Meta(gt=0, le=1e6)]
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
-Ticket: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 # Arrays of messages. The codec reads dtype and number of dims from these types; type checkers
 # see NumPy's own.

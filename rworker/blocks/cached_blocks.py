@@ -7,6 +7,7 @@ block that it has is neither free nor written, whoever else refers to it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,8 @@ class CachedBlocks:
         self._moving: set[bytes] = set()
         self._void: set[bytes] = set()  # of those that aren't there yet, or never will be
         self._leaving: dict[bytes, int] = {}  # forgotten, once they have been moved
+        self.tails: Final[dict[bytes, int]] = {}
+        """Tokens of those blocks that are not full."""
 
     def __len__(self) -> int:
         return len(self._block_of) + len(self._leaving)
@@ -43,6 +46,10 @@ class CachedBlocks:
     def is_there(self, key: bytes) -> bool:
         """Whether a block is kept by this key, and has its K and V."""
         return key in self._block_of and key not in self._void
+
+    def num_tokens(self, key: bytes, block_size: int) -> int:
+        """Return the tokens of a block whose K and V are here, else 0."""
+        return self.tails.get(key, block_size) if self.is_there(key) else 0
 
     def is_coming(self, key: bytes) -> bool:
         """Whether a block's K and V are on their way from the lower tier."""
@@ -83,13 +90,14 @@ class CachedBlocks:
         self._name(keys, blocks)
         self._pool.share(blocks, had_tail=False, has_tail=False)
 
-    def adopt(self, key: bytes, block: Blocks) -> None:
-        """Keep a block, [1], in the place of a sequence that refers to it.
+    def adopt(self, key: bytes, block: Blocks, num_tokens: int) -> None:
+        """Keep a block, [1], which is not full, in the place of a sequence that refers to it.
 
         Raises:
             ProtocolError: as ``keep``.
         """
         self._name([key], block)
+        self.tails[key] = num_tokens
 
     def _name(self, keys: list[bytes], blocks: Blocks) -> None:
         ids: list[int] = blocks.tolist()
@@ -115,6 +123,7 @@ class CachedBlocks:
         self._pool.leave(blocks, has_tail=False)
         for key in keys:
             del self._block_of[key]
+            self.tails.pop(key, None)
         self._kept.difference_update(blocks.tolist())
 
     def abandon(self, keys: Iterable[bytes]) -> None:

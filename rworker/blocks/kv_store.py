@@ -203,7 +203,8 @@ class KVStore:
             if not has_tail:
                 raise ProtocolError(f"sequence {sequence_id} has no last block that isn't full")
             tail, blocks, has_tail = blocks[-1:].copy(), blocks[:-1], False
-            self.cached.adopt(tail_key, tail)
+            num_tokens = int(self.tables.lengths[row]) % self.block_size
+            self.cached.adopt(tail_key, tail, num_tokens)
             self.pool.set_tail(tail, is_tail=False)  # the cache's reference appends nothing
         self.pool.num_promised -= self.tables.growth(row)
         self.pool.leave(blocks, has_tail=has_tail)

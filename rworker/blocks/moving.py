@@ -54,7 +54,11 @@ class Moving:
             num_tokens = tuple(message.num_tokens.tolist())
             blocks = cached.begin_store(keys)
         else:
+            if message.tail_tokens >= self._store.block_size:
+                raise ProtocolError(f"tail_tokens={message.tail_tokens} fill a block")
             blocks = cached.begin_fetch(keys)
+            if message.tail_tokens:
+                cached.tails[keys[-1]] = message.tail_tokens
         move = MoveJob(number, not num_tokens, tuple(keys), tuple(blocks.tolist()), num_tokens)
         self.moves[number] = move
         return move

@@ -12,15 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
-from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
+from fastdecode.core.spec import MAX_SEQUENCE_TOKENS, KVSpec
 from fastdecode.wire.blocks import (
     MAX_CHUNK_BYTES,
     MAX_PIECES,
     ChunkForm,
     ExpectTokens,
     FetchChunk,
+    ReadBlocks,
     StoreChunk,
 )
+from fastdecode.wire.messages import Hello
 from rworker.blocks.appending import Appended
 from rworker.cache_state import CacheState
 from rworker.checks import check_arrays
@@ -90,12 +92,7 @@ def _checked(books: CacheState, chunk: StoreChunk | FetchChunk) -> tuple[list[_P
     """Layers, heads and counts are within what there can be. Its pieces, and how many
     bytes they make."""
     kv = books.hello.kv
-    for name, first, count, most in (
-        ("layer", chunk.first_layer, chunk.num_layers, kv.num_layers),
-        ("head", chunk.first_head, chunk.num_heads, kv.num_kv_heads),
-    ):
-        if not 1 <= count <= most - first:
-            raise ProtocolError(f"first_{name}={first} and num_{name}s={count} of {most} {name}s")
+    _check_sides(kv, chunk)
     columns = chunk.sequence_ids, chunk.first_tokens, chunk.num_tokens
     if not 1 <= len(columns[0]) <= MAX_PIECES:
         raise ProtocolError(f"a chunk has 1 to {MAX_PIECES} pieces, not {len(columns[0])}")
@@ -105,10 +102,52 @@ def _checked(books: CacheState, chunk: StoreChunk | FetchChunk) -> tuple[list[_P
     size = kv.block_size
     if chunk.form is ChunkForm.BLOCKS and any(at % size for at in (*firsts, *counts)):
         raise ProtocolError(f"tokens must begin and end with a block of {size}")
-    num_bytes = ChunkShape.of(layout_of(kv), chunk, sum(counts)).num_bytes
+    num_bytes = _checked_bytes(kv, chunk, sum(counts))
+    return list(zip(sequences, firsts, counts, strict=True)), num_bytes
+
+
+def check_read(hello: Hello, message: ReadBlocks) -> None:
+    """
+    Raises:
+        ProtocolError: If the reader's cache is not of this cache's kind, or it asks for more than
+            a chunk of whole blocks, or of some tokens of each.
+    """
+    kv, other = hello.kv, message.kv
+    kinds = [
+        (model, kind.dtype.value, kind.head_dim, kind.block_size)
+        for model, kind in ((hello.model_hash, kv), (message.model_hash, other))
+    ]
+    if kinds[0] != kinds[1]:
+        raise ProtocolError(
+            f"the reader keeps K and V of {kinds[1]}, and this R-worker of {kinds[0]} (model, KV "
+            "dtype, head_dim, block size): give both instances the same options"
+        )
+    _check_sides(kv, message)
+    counts = message.num_tokens.tolist()
+    least = kv.block_size if message.form is ChunkForm.BLOCKS else 1
+    if not 1 <= len(counts) <= MAX_PIECES or min(counts) < least or max(counts) > kv.block_size:
+        raise ProtocolError(
+            f"{len(counts)} blocks are asked for, at most with {max(counts, default=0)} tokens: 1 "
+            f"to {MAX_PIECES} blocks of {least} to {kv.block_size} tokens are read at a time"
+        )
+    _checked_bytes(kv, message, sum(counts))
+
+
+def _check_sides(kv: KVSpec, chunk: StoreChunk | FetchChunk | ReadBlocks) -> None:
+    for name, first, count, most in (
+        ("layer", chunk.first_layer, chunk.num_layers, kv.num_layers),
+        ("head", chunk.first_head, chunk.num_heads, kv.num_kv_heads),
+    ):
+        if not 1 <= count <= most - first:
+            raise ProtocolError(f"first_{name}={first} and num_{name}s={count} of {most} {name}s")
+
+
+def _checked_bytes(kv: KVSpec, chunk: StoreChunk | FetchChunk | ReadBlocks, num_tokens: int) -> int:
+    """Return the bytes of a chunk, at most ``MAX_CHUNK_BYTES``."""
+    num_bytes = ChunkShape.of(layout_of(kv), chunk, num_tokens).num_bytes
     if num_bytes > MAX_CHUNK_BYTES:
         raise ProtocolError(f"a chunk of {num_bytes} bytes; {MAX_CHUNK_BYTES} is the most")
-    return list(zip(sequences, firsts, counts, strict=True)), num_bytes
+    return num_bytes
 
 
 def _places(

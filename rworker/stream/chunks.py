@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cpu_kernels import BlockLayout, StoredTokens
 from cpu_kernels.layout import CARRIERS
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.blocks import ChunkForm, ExpectTokens, FetchChunk, StoreChunk
+from fastdecode.wire.blocks import ChunkForm, ExpectTokens, FetchChunk, ReadBlocks, StoreChunk
 from fastdecode.wire.codec import ALIGNMENT, aligned
 
 _SCALE_BYTES = 8
@@ -49,7 +49,10 @@ class ChunkShape:
 
     @classmethod
     def of(
-        cls, layout: BlockLayout, chunk: StoreChunk | FetchChunk, num_tokens: int | None = None
+        cls,
+        layout: BlockLayout,
+        chunk: StoreChunk | FetchChunk | ReadBlocks,
+        num_tokens: int | None = None,
     ) -> ChunkShape:
         """``num_tokens``: where they have been counted already."""
         if num_tokens is None:
@@ -129,7 +132,7 @@ class ChunkShape:
         return aligned(aligned(half) + half) if self._scale_bytes else aligned(half) + half
 
 
-def sides_of(chunk: StoreChunk | FetchChunk) -> tuple[slice, slice]:
+def sides_of(chunk: StoreChunk | FetchChunk | ReadBlocks) -> tuple[slice, slice]:
     """Its layers and heads."""
     return (
         slice(chunk.first_layer, chunk.first_layer + chunk.num_layers),

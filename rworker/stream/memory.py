@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 import cpu_kernels
 from cpu_kernels import BlockLayout
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.blocks import ChunkForm, FetchChunk, StoreChunk
+from fastdecode.wire.blocks import ChunkForm, FetchChunk, ReadBlocks, StoreChunk
 from rworker.stream.chunks import ChunkShape, layout_of, sides_of
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class ChunkKernels(Protocol):
 def scatter(
     layout: BlockLayout,
     pool: NDArray[np.uint8],
-    chunk: FetchChunk,
+    chunk: FetchChunk | ReadBlocks,
     places: NDArray[np.int64],
     take: Callable[[int], NDArray[np.uint8]],
     *,

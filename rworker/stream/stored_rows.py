@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import cpu_kernels
 from cpu_kernels.layout import CARRIERS
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.blocks import ChunkForm, FetchChunk, StoreChunk
+from fastdecode.wire.blocks import ChunkForm, FetchChunk, ReadBlocks, StoreChunk
 from fastdecode.wire.codec import Array
 from rworker.stream.chunks import ChunkShape, layout_of
 
@@ -27,7 +27,7 @@ class StoredRows:
     """[layers, 2, T, heads]; of int8 and int4 alone."""
 
     @classmethod
-    def room(cls, kv: KVSpec, chunk: FetchChunk | StoreChunk, num_tokens: int) -> StoredRows:
+    def room(cls, kv: KVSpec, chunk: StoreChunk, num_tokens: int) -> StoredRows:
         """Uninitialised room for a chunk of a cache."""
         layout = layout_of(kv)
         shape = (chunk.num_layers, 2, num_tokens, chunk.num_heads)
@@ -50,7 +50,7 @@ class StoredRows:
                 stored.scales[layer] = np.moveaxis(there.scales, -1, 0)
         return stored
 
-    def write(self, kv: KVSpec, chunk: FetchChunk, data: Array) -> None:
+    def write(self, kv: KVSpec, chunk: FetchChunk | ReadBlocks, data: Array) -> None:
         """Make them a chunk's data, uint8 [B], which is overwritten."""
         data[:] = 0  # padding never shows what it held before
         layout = layout_of(replace(kv, num_kv_heads=chunk.num_heads))

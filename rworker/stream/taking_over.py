@@ -29,7 +29,6 @@ def truncate(books: CacheState, message: Truncate) -> Accepted | Refused:
     arrives = sequence in books.arrivals
     if arrives and books.hello.role is not Role.NEIGHBOUR:
         raise ProtocolError(f"sequence {sequence} is arriving: tokens of it are to come")
-    books.offers.forget(sequence)
     try:
         books.store.truncate(sequence, num_tokens)
     except CapacityError as error:
@@ -102,7 +101,6 @@ def _cut(books: CacheState, sequence: int, most: int) -> int:
     if sequence not in books.store:
         return MISSING
     num_tokens = min(most, books.num_settled(sequence))
-    books.offers.forget(sequence)
     try:
         books.store.truncate(sequence, num_tokens)
     except CapacityError:

@@ -1,17 +1,17 @@
-"""Transfers of an R-worker behind compute: replicas are kept up to date, prompts are
-imported, kept blocks go to a lower tier and come back.
+"""Transfers of an R-worker behind compute: replicas are kept up to date, cached blocks go to a
+lower tier, come back, or come from other R-workers.
 
 The loop asks for a **unit** of work when nothing else waits: some changes and one chunk
-of at most 4 MiB of each replica, and of each import as many chunks as take a millisecond
-or two. Where something always waits, a unit is done all the same after every
-``_MOST_STEPS`` steps (replicas) and every ``LATE_S`` (imports, ``rworker.transfers.throttle``),
+of at most 4 MiB of each replica, and of each fetch from a peer as many chunks as take a
+millisecond or two. Where something always waits, a unit is done all the same after every
+``_MOST_STEPS`` steps (replicas) and every ``LATE_S`` (fetches, ``rworker.transfers.throttle``),
 or nothing would ever arrive.
 
-Where this R-worker attends, what is imported without a pace of its own takes a part of
+Where this R-worker attends, what is fetched without a pace of its own takes a part of
 its time, ``SHARE``, and no more: a chunk costs about as much at the other end, and in the
 threads that carry it, and an R-worker that attends meanwhile has that many fewer cores
 and bytes a second. So a unit is one chunk then, and the next one is asked for behind it.
-As soon as nothing is attended, all of the time is for imports.
+As soon as nothing is attended, all of the time is for fetches.
 
 Lower tiers copy by themselves, in threads or on a device's stream: a unit only reports
 what has come.
@@ -31,21 +31,13 @@ from typing import Final, Protocol, TypeAlias, TypeVar
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.blocks import ON_DISK, Done, Progress, Pulled, Replicated, Unprotected
-from rworker.instructions import (
-    BeginPull,
-    DropStored,
-    EndPull,
-    EndStep,
-    Follow,
-    LinkReplica,
-    MoveBlocks,
-)
+from fastdecode.wire.blocks import ON_DISK, Done, Fetch, Progress, Replicated, Unprotected
+from rworker.instructions import DropStored, EndStep, Follow, LinkReplica, MoveBlocks
 from rworker.stream.chunk_endpoints import ChunkMemory, LocalCache
 from rworker.tiers.tiers import POLL_S, Tiers
 from rworker.transfers.block_transfer import BlockTransfer
-from rworker.transfers.import_transfer import ImportTransfer
 from rworker.transfers.neighbours import Neighbours, NoNeighbours
+from rworker.transfers.peer_fetch import PeerFetch
 from rworker.transfers.peer_link import PeerLink
 from rworker.transfers.replica_file import ReplicaFiles, ReplicaSink
 from rworker.transfers.replica_transfer import LOOK_S, ReplicaTransfer
@@ -57,7 +49,7 @@ _MOST_STEPS: Final = 2
 _MOST_ANSWERS: Final = 2
 """That a unit takes in of a link, where each may be a chunk."""
 
-TransferNews: TypeAlias = Replicated | Unprotected | Pulled | Progress | Done
+TransferNews: TypeAlias = Replicated | Unprotected | Progress | Done
 Tell: TypeAlias = Callable[[int, TransferNews], None]
 """Sends a peer, by its number, a report."""
 _Key = TypeVar("_Key")
@@ -123,8 +115,8 @@ class BackgroundTransfers:
         self._replicas: dict[HolderId, ReplicaTransfer] = {}
         self._numbers: dict[HolderId, int] = {}  # of the last replica of each, which may be over
         self._num_ended = 0  # steps, since replicas had a unit
-        self._imports: dict[tuple[HolderId, int], ImportTransfer] = {}
-        self._links: dict[str, PeerLink] = {}  # that imports share
+        self._fetches: dict[tuple[HolderId, int], PeerFetch] = {}
+        self._links: dict[str, PeerLink] = {}  # that fetches share
         self._moves: dict[tuple[HolderId, int], BlockTransfer] = {}
         self._throttle = Throttle(clock)
         self.is_used = False
@@ -137,7 +129,7 @@ class BackgroundTransfers:
         waits_s = [replica.wait_s for replica in self._replicas.values()]
         if self._moves:
             waits_s.append(POLL_S)
-        if self._is_importing:
+        if self._is_fetching:
             waits_s.append(max(LOOK_S, self._throttle.rest_s))
         return min(waits_s, default=None)
 
@@ -151,20 +143,17 @@ class BackgroundTransfers:
         """Whether a unit is due, whatever else waits."""
         if self._num_ended >= _MOST_STEPS:
             return True
-        return self._is_importing and self._throttle.is_late
+        return self._is_fetching and self._throttle.is_late
 
     @property
     def gives_way(self) -> bool:
-        """Whether imports leave the time to attention: something is attended, and one of
-        them has no pace."""
+        """Whether fetches from peers leave the time to attention: something is attended, and one
+        of them has no pace."""
         if not self._throttle.is_attending:
             return False
-        return any(not one.order.message.bytes_per_s for one in self._imports.values())
+        return any(not one.bytes_per_s for one in self._fetches.values())
 
-    def obey(
-        self,
-        instruction: LinkReplica | Follow | EndStep | BeginPull | EndPull | MoveBlocks | DropStored,
-    ) -> None:
+    def obey(self, instruction: LinkReplica | Follow | EndStep | MoveBlocks | DropStored) -> None:
         """A transfer begins or ends, or has to know of a change."""
         self.is_used = True
         match instruction:
@@ -177,10 +166,8 @@ class BackgroundTransfers:
                 if holder in self._replicas:
                     self._replicas[holder].end_step(lane, step)
                     self._num_ended += 1
-            case BeginPull():
-                self._import(instruction)
-            case EndPull(holder, sequence):
-                self._end(self._imports, (holder, sequence), "the sequence was closed")
+            case MoveBlocks(message=Fetch(source=(_, *_)) as message):
+                self._fetch(instruction, message)
             case MoveBlocks(holder=holder, move=move):
                 one = BlockTransfer(instruction, self._memory.tiers.of(holder))
                 self._moves[holder, move.number] = one
@@ -204,7 +191,7 @@ class BackgroundTransfers:
         self.report_moves()
         self._num_ended = 0
         self._advance_all(self._replicas)
-        if not self._is_importing:
+        if not self._is_fetching:
             return
         began_s = self._clock()
         gives_way = self.gives_way
@@ -212,14 +199,14 @@ class BackgroundTransfers:
             return
         for address in list(self._links):
             self._listen(address, 1 if gives_way else _MOST_ANSWERS)
-        self._advance_all(self._imports)
+        self._advance_all(self._fetches)
         self._throttle.worked(began_s, gives_way=gives_way)
 
     def drop(self, holder: HolderId) -> None:
         """Nothing is transferred to or from a cache any more: nobody gets a report."""
         self._numbers.pop(holder, None)
         _close(self._replicas, [holder])
-        _close(self._imports, [key for key in self._imports if key[0] == holder])
+        _close(self._fetches, [key for key in self._fetches if key[0] == holder])
         _close(self._moves, [key for key in self._moves if key[0] == holder])
         self._memory.tiers.close(holder)
 
@@ -228,15 +215,15 @@ class BackgroundTransfers:
         reason."""
         for holder in list(self._replicas):
             self._end(self._replicas, holder, reason)
-        for key in list(self._imports):
-            self._end(self._imports, key, reason)
+        for key in list(self._fetches):
+            self._end(self._fetches, key, reason)
         self._neighbours = NoNeighbours()
         self._close_links()
 
     def close(self) -> None:
         """All is over: replicas too, unless an S-worker goes on with them."""
         _close(self._replicas, list(self._replicas))
-        _close(self._imports, list(self._imports))
+        _close(self._fetches, list(self._fetches))
         _close(self._moves, list(self._moves))
         self._close_links()
         self._memory.tiers.close_all()
@@ -247,8 +234,8 @@ class BackgroundTransfers:
         self._links.clear()
 
     @property
-    def _is_importing(self) -> bool:
-        return bool(self._imports) or any(link.is_owed for link in self._links.values())
+    def _is_fetching(self) -> bool:
+        return bool(self._fetches) or any(link.is_owed for link in self._links.values())
 
     def _replicate(self, order: LinkReplica) -> None:
         holder = order.holder
@@ -272,15 +259,14 @@ class BackgroundTransfers:
             raise ConfigError("it has no disk for replicas: give it --cache-disk")
         return self.files.sink(order)
 
-    def _import(self, order: BeginPull) -> None:
+    def _fetch(self, order: MoveBlocks, message: Fetch) -> None:
         for address, link in list(self._links.items()):
             if not link.is_owed:
                 self._listen(address, _MOST_ANSWERS)  # nothing else finds that it is gone
-        sink = LocalCache(order.holder, order.books, self._memory)
-        one = ImportTransfer(order, sink, self._throttle, self._clock)
-        key = order.holder, order.message.sequence_id
-        self._imports[key] = one
-        self._end_if_failed(self._imports, key, lambda: one.begin(self._link_to))
+        one = PeerFetch(order, message, self._memory, self._throttle, self._clock)
+        key = order.holder, order.move.number
+        self._fetches[key] = one
+        self._end_if_failed(self._fetches, key, lambda: one.begin(self._link_to))
 
     def _link_to(self, address: str) -> PeerLink:
         """To where a source is. Raises FastDecodeError: it can't be had."""
@@ -289,13 +275,13 @@ class BackgroundTransfers:
         return self._links[address]
 
     def _listen(self, address: str, most: int) -> None:
-        """Take in answers of a shared link. If it fails, so do imports that need it."""
+        """Take in answers of a shared link. If it fails, so do fetches that need it."""
         link = self._links[address]
         reason = _failure_of(lambda: link.listen(most))
         if reason is not None:
             self._links.pop(address).close()
-            for key in [key for key, one in self._imports.items() if one.uses(address)]:
-                self._end(self._imports, key, reason)
+            for key in [key for key, one in self._fetches.items() if one.uses(address)]:
+                self._end(self._fetches, key, reason)
 
     def _advance_all(self, transfers: dict[_Key, _One]) -> None:
         for key, transfer in list(transfers.items()):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
+from hmac import compare_digest
 from typing import Final
 
 import numpy as np
@@ -10,16 +12,12 @@ from msgspec.structs import replace
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
 from fastdecode.wire.blocks import (
-    DescribeExport,
-    ExportDescription,
-    ExportExpired,
-    ExportSequence,
+    BlockData,
+    ChunkForm,
     Fetch,
-    FetchChunk,
     Forget,
-    Pull,
+    ReadBlocks,
     Replicate,
     Restore,
     Retain,
@@ -27,13 +25,11 @@ from fastdecode.wire.blocks import (
     UseTier,
 )
 from fastdecode.wire.messages import PROTOCOL_VERSION
-from rworker.cache_state import CacheState
+from fastdecode.wire.traits import Role
 from rworker.caches import HolderCache
 from rworker.checks import checked_keys
 from rworker.instructions import (
-    BeginPull,
     DropStored,
-    EndPull,
     Instruction,
     LinkReplica,
     MoveBlocks,
@@ -42,90 +38,45 @@ from rworker.instructions import (
     ReadReplica,
     Send,
 )
-from rworker.step_plan import copies
-from rworker.stream.checks import expect_tokens, fetch_chunk
-from rworker.stream.chunks import expectation
-from rworker.transfers.exports import ExportedSequence
+from rworker.stream.checks import check_read
 
 OVER: Final = -1
 """In the place of a link's number: there is none any more."""
-_GONE: Final = ExportExpired("nothing is offered by this ticket: it was released, or never given")
 
 
-def about_handing(
-    number: int, cache: HolderCache, message: ExportSequence | Pull
+def read_blocks(
+    number: int, caches: Iterable[HolderCache], message: ReadBlocks
 ) -> tuple[Instruction, ...]:
-    """What a peer's message about its own cache comes to.
-
-    Args:
-        number: the peer's.
+    """Return what answers a reader. A cache that it may not read has none of the blocks.
 
     Raises:
-        ProtocolError: that can't be done.
+        ProtocolError: If the reader's cache is of another kind, or the message asks for too much.
     """
-    if isinstance(message, ExportSequence):
-        _offer(cache.books, message)
-        return ()
-    sequence, num_tokens = message.sequence_id, message.num_tokens
-    if message.first_token + num_tokens > MAX_SEQUENCE_TOKENS:
-        raise ProtocolError(f"no sequence is longer than {MAX_SEQUENCE_TOKENS} tokens")
-    if cache.books.num_settled(sequence) or sequence in cache.books.arrivals:
-        raise ProtocolError(f"sequence {sequence} has tokens: an empty one is pulled")
-    appended = expect_tokens(cache.books, expectation({sequence: num_tokens}))
-    cache.pulled.add(sequence)
-    return (*copies(cache, appended), BeginPull(number, cache.holder, cache.books, message))
-
-
-def after_close(cache: HolderCache, sequence: int) -> tuple[Instruction, ...]:
-    """A sequence is closed: nothing comes for it any more."""
-    if sequence not in cache.pulled:
-        return ()
-    cache.pulled.discard(sequence)
-    return (EndPull(cache.holder, sequence),)
-
-
-def about_offer(
-    number: int, caches: Iterable[HolderCache], message: DescribeExport | FetchChunk
-) -> tuple[Instruction, ...]:
-    """What a reader's message comes to, whose the cache may be.
-
-    Raises:
-        ProtocolError: no offer is like that.
-    """
-    if isinstance(message, DescribeExport) and message.protocol_version != PROTOCOL_VERSION:
+    if message.protocol_version != PROTOCOL_VERSION:
         raise ProtocolError(
             f"the reader speaks protocol version {message.protocol_version}, this R-worker "
             f"{PROTOCOL_VERSION}: install the same version of fastdecode on both",
             code="protocol_version",
         )
+    right = message.reading.to_bytes(8, "big")
+    keys = checked_keys(message.keys)
     for cache in caches:
-        offered = cache.books.offers.find(message.ticket)
-        if offered is not None:
-            return (_told(number, cache, offered, message),)
-    return (Send(number, _GONE),)
-
-
-def _told(
-    number: int, cache: HolderCache, offered: ExportedSequence, message: DescribeExport | FetchChunk
-) -> Instruction:
-    hello = cache.books.hello
-    if isinstance(message, DescribeExport):
-        return Send(number, ExportDescription(hello.model_hash, hello.kv, offered.num_tokens))
-    request = replace(message, sequence_ids=np.array([offered.sequence], np.int64))
-    places = fetch_chunk(cache.books, request)
-    if int(message.first_tokens[0] + message.num_tokens[0]) > offered.num_tokens:
-        raise ProtocolError(f"{offered.num_tokens} tokens are on offer, and not what is behind")
-    return ReadChunk(number, cache.holder, request, places)
-
-
-def _offer(books: CacheState, message: ExportSequence) -> None:
-    sequence = message.sequence_id
-    books.steps.check_at_rest(sequence)
-    tables = books.store.tables
-    num_tokens = books.num_settled(sequence)
-    if sequence in books.arrivals or tables.row(sequence) in tables.gaps or not num_tokens:
-        raise ProtocolError(f"sequence {sequence} lacks tokens: it can't be offered")
-    books.offers.give(message.ticket, sequence, num_tokens)
+        hello, cached = cache.books.hello, cache.books.store.cached
+        own = hello.reading.to_bytes(8, "big")
+        if not (hello.reading and compare_digest(own, right) and hello.role is Role.S_WORKER):
+            continue
+        check_read(hello, message)
+        sizes = zip(keys, message.num_tokens.tolist(), strict=True)
+        there = [cached.num_tokens(key, hello.kv.block_size) == size for key, size in sizes]
+        if any(there):
+            is_there, counts = np.array(there, np.uint8), message.num_tokens[there]
+            places = cached.of_keys(itertools.compress(keys, there)).astype(np.int64)
+            if message.form is ChunkForm.TOKENS:
+                slots = zip(places * hello.kv.block_size, counts, strict=True)
+                places = np.concatenate([first + np.arange(count) for first, count in slots])
+            request = replace(message, keys=message.keys[there], num_tokens=counts)
+            return (ReadChunk(number, cache.holder, request, places, is_there),)
+    return (Send(number, BlockData(np.zeros(len(keys), np.uint8), np.zeros(0, np.uint8))),)
 
 
 def about_tier(
@@ -146,7 +97,8 @@ def about_tier(
                 raise ProtocolError("the lower tier is in use")
             return (OpenTier(number, cache.holder, message.identity),)
         case Retain() | Fetch():
-            return (MoveBlocks(number, cache.holder, books, books.moving.begin(message)),)
+            move = books.moving.begin(message)
+            return (MoveBlocks(number, cache.holder, books, move, message),)
         case Forget():
             return (DropStored(cache.holder, tuple(checked_keys(message.keys))),)
 

@@ -7,11 +7,14 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
+from pulling import keys_of
 from stream_suite import (
     KV,
     LENGTHS,
+    READING,
     WAIT_S,
     MakePlace,
     Memory,
@@ -29,7 +32,8 @@ from fastdecode.core.spec import KVSpec
 from fastdecode.engine.step.device import DeviceWorker
 from fastdecode.engine.step.reached_device import ReachedDevice
 from fastdecode.engine.step.torch_executor import TorchExecutor
-from fastdecode.wire.blocks import ExportSequence, KVSource, Pull, Pulled
+from fastdecode.wire.blocks import Done, Fetch, Forget, KVSource, Name, Retain, words_of
+from fastdecode.wire.messages import Close
 from rworker.inline import WORKER
 from rworker.instructions import MoveBlocks
 from rworker.tiers.lower_tier import LowerTier, MoveJob
@@ -38,7 +42,6 @@ from rworker.transfers.neighbours import ThreadNeighbours
 
 KV_BYTES = 16 << 20
 CPU = torch.device("cpu")
-TICKET = "0123456789abcdef" * 2
 
 
 @contextlib.contextmanager
@@ -74,13 +77,12 @@ def test_who_closes_ends_what_others_fetch_from_it() -> None:
     others = ThreadNeighbours()
     prefill, decode = reached("p", others), reached("d", others)
     with contextlib.closing(decode):
-        place = Worker(decode, KV)
+        Worker(decode, KV)
         Worker(prefill, KV)
         prefill.close()
-        place.open(9, 64)
-        decode.send(Pull(9, 0, 37, (KVSource("p", TICKET, 0, 37, 0, 4),), WAIT_S))
-        pulled = decode.receive(WAIT_S)
-        assert isinstance(pulled, Pulled) and "closed" in pulled.reason
+        decode.send(fetch(9))
+        done = decode.receive(WAIT_S)
+        assert isinstance(done, Done) and "closed" in done.reason
         with pytest.raises(WorkerError, match=r"0\.01 s"):
             decode.receive(0.01)
     with pytest.raises(WorkerError, match="closed"):
@@ -105,13 +107,19 @@ class StuckTier(LowerTier):
         self.ends.wait(timeout_s)
 
 
-def offered(prefill: ReachedDevice, num_tokens: int) -> KVSource:
-    """A sequence of a device, for others."""
-    home = Memory(KV)
-    home.fill({0: num_tokens}, seed=3)
-    move(pieces_between({0: num_tokens}, KV), home, Worker(prefill, KV))
-    prefill.send(ExportSequence(0, TICKET))
-    return KVSource("p", TICKET, 0, num_tokens, 0, KV.num_kv_heads)
+def fetch(job: int) -> Fetch:
+    source = KVSource("p", READING, 0, 37, 0, KV.num_kv_heads, 0, KV.num_layers)
+    keys = words_of(keys_of(KV, 37, seed=3))
+    return Fetch(job, keys, (source,), 37 % KV.block_size, WAIT_S)
+
+
+def offer(prefill: ReachedDevice) -> None:
+    """Name the blocks of a device's sequence."""
+    home, keys = Memory(KV), keys_of(KV, 37, seed=3)
+    home.fill({0: 37}, seed=3)
+    move(pieces_between({0: 37}, KV), home, Worker(prefill, KV))
+    prefill.send(Name(0, 0, words_of(keys[:-1])))
+    prefill.send(Close(0, tail=keys[-1].hex()))
 
 
 def test_others_read_while_the_s_worker_waits_for_a_tier() -> None:
@@ -119,25 +127,25 @@ def test_others_read_while_the_s_worker_waits_for_a_tier() -> None:
     executor = TorchExecutor(CPU)
     prefill = ReachedDevice(executor, KV_BYTES, "p", others)
     with contextlib.closing(reached("d", others)) as decode, contextlib.closing(prefill):
-        source = offered(prefill, 37)
+        offer(prefill)
         (holder,) = executor.caches
         executor.tiers.use(holder, tier, num_slots=4)
         books = prefill._state.cache_of(WORKER).books
         job = MoveJob(0, False, (b"key",), (0,), (8,))
-        prefill._at_work.obey((MoveBlocks(WORKER, holder, books, job),))
+        order = Retain(0, words_of([b"key" * 5 + b"!"]), np.ones(1, np.int32))
+        prefill._at_work.obey((MoveBlocks(WORKER, holder, books, job, order),))
         waiting = threading.Thread(target=_received, args=(prefill,))
         waiting.start()
         try:
             assert tier.is_waited_for.wait(WAIT_S)
-            place = Worker(decode, KV)
-            place.open(9, 64)
-            decode.send(Pull(9, 0, 37, (source,), WAIT_S))
-            pulled = decode.receive(WAIT_S / 6)
+            Worker(decode, KV)
+            decode.send(fetch(9))
+            done = decode.receive(WAIT_S / 6)
         finally:
             tier.ends.set()
             prefill.close()
             waiting.join(WAIT_S)
-    assert isinstance(pulled, Pulled) and (pulled.sequence_id, pulled.reason) == (9, "")
+    assert isinstance(done, Done) and (done.job, done.reason, len(done.missing)) == (9, "", 0)
 
 
 def _received(connection: ReachedDevice) -> None:
@@ -153,12 +161,11 @@ def test_a_device_whose_thread_has_died_refuses_what_is_asked_for(
     others = ThreadNeighbours()
     prefill, decode = reached("p", others), reached("d", others)
     with contextlib.closing(decode), contextlib.closing(prefill):
-        source = offered(prefill, 37)
+        offer(prefill)
         place = Worker(decode, KV)
-        for sequence in (8, 9):
-            place.open(sequence, 64)
-            decode.send(Pull(sequence, 0, 37, (source,), WAIT_S))
-            pulled = decode.receive(WAIT_S / 6)
-            assert isinstance(pulled, Pulled) and pulled.sequence_id == sequence
-            assert "other" in pulled.reason
+        for job in (8, 9):
+            decode.send(fetch(job))
+            done = decode.receive(WAIT_S / 6)
+            assert isinstance(done, Done) and done.job == job and "other" in done.reason
+            decode.send(Forget(words_of(keys_of(KV, 37, seed=3))))
         place.open(10, 64)

@@ -23,7 +23,6 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.engine.kv_exchange import ExportAddresses, KVExchange
 from fastdecode.engine.step import remote
 from fastdecode.engine.step.lane_step import StepRecord
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
@@ -125,17 +124,6 @@ def test_an_answer_of_another_kind_than_was_asked() -> None:
     assert [holder for holder, _ in fleet.take_losses()] == [0]
     assert "sent Welcome, which was not asked for" in fleet.lost[0].message
     assert fleet.take_losses() == []
-
-
-def test_an_answer_that_nobody_waits_for_between_imports() -> None:
-    """Only imported KV is awaited while nothing runs: the R-worker is lost, not the engine."""
-    fleet, (end,) = fleet_of(1)
-    fleet.send(HolderId(0), Open(1, 8))
-    end.send(Accepted(1))
-    lifecycle = SimpleNamespace(handing=SimpleNamespace(is_importing=True))
-    state: Any = SimpleNamespace(fleet=fleet, requests=None, lifecycle=lifecycle)
-    KVExchange(state, ExportAddresses(str, num_kv_heads=1)).listen()
-    assert "sent Accepted, which nobody waits for" in fleet.lost[HolderId(0)].message
 
 
 def test_an_answer_to_something_else_than_was_asked() -> None:

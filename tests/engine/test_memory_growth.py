@@ -17,7 +17,7 @@ from trouble import crash_after
 
 from examples import examples
 from fastdecode import LLM, SamplingParams
-from fastdecode.engine.setup import launch, resolve, s_worker
+from fastdecode.engine.setup import resolve, s_worker
 from sworker.graphs import StepGraphs
 from sworker.load.weights import load_model
 
@@ -87,7 +87,7 @@ def test_a_closed_engine_leaves_no_weights(
     gc.collect()
     gc.disable()
     try:
-        with mock.patch.object(launch, "load_model", load):
+        with mock.patch.object(s_worker, "load_model", load):
             llm = LLM(path, r_workers=2, r_threads=1, kv_memory_gb=0.01, dtype="float32")
         params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
         outputs = llm.generate([*prompts((5, 9, 3), seed=1), []], params)

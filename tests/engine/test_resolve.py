@@ -173,7 +173,7 @@ def test_lanes_and_threads_beside_a_gpu(resolved: Resolve) -> None:
     assert (on_gpu.schedule.num_lanes, on_gpu.transport) == (
         1,
         "local",
-    ) and on_gpu.kv_bytes > 60 * GB
+    ) and on_gpu.memory.kv_bytes > 60 * GB
 
 
 AT_ADDRESSES: dict[str, Any] = {"r_worker_addresses": ("tcp://10.0.0.1:1",), "key": "k"}
@@ -234,11 +234,11 @@ def test_auto_chooses_what_size_does(name: str, num_sequences: object) -> None:
     free = FreeMemory(
         900 * GB, gpu.memory_bytes, gpu.memory_bytes, device_name=DRIVER_NAMES[gpu_name]
     )
-    placed = place(
+    placed, why = place(
         config, spec, identify(config, spec), PlacementHost(free, len(addresses), is_here=False)
     )
-    assert placed.config.r_part.kv_placement == sizing.placement
-    assert "R-workers" in placed.why and "tokens/s" in placed.why
+    assert placed.r_part.kv_placement == sizing.placement
+    assert "R-workers" in why and "tokens/s" in why
 
 
 def test_auto_with_little_to_add_is_both_sides_and_else_the_gpu() -> None:
@@ -250,18 +250,18 @@ def test_auto_with_little_to_add_is_both_sides_and_else_the_gpu() -> None:
 
     def placed(num_r_workers: int, *, is_here: bool = False) -> str:
         machine = PlacementHost(free, num_r_workers, is_here=is_here)
-        return place(config, spec, identity, machine).config.r_part.kv_placement
+        return place(config, spec, identity, machine)[0].r_part.kv_placement
 
     assert [placed(number) for number in (0, 1)] == ["gpu", "hybrid"]
-    assert place(config, spec, identity, None).config.r_part.kv_placement == "r"
+    assert place(config, spec, identity, None)[0].r_part.kv_placement == "r"
 
 
 def test_auto_where_not_one_sequence_fits_is_r_workers() -> None:
     spec = model_named("Llama-3 70B")
     free = FreeMemory(900 * GB, 143 * GB, 143 * GB, device_name="NVIDIA H200")
     config = EngineConfig.of("m", max_model_len=4096)
-    placed = place(config, spec, identify(config, spec), PlacementHost(free, 4, is_here=False))
-    assert placed.config.r_part.kv_placement == "r"
+    placed, _ = place(config, spec, identify(config, spec), PlacementHost(free, 4, is_here=False))
+    assert placed.r_part.kv_placement == "r"
 
 
 @pytest.mark.parametrize(

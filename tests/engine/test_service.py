@@ -24,14 +24,12 @@ def request(request_id: str, max_tokens: int = 3, n: int = 1) -> Request:
     return Request(request_id, (1,), SamplingParams(n=n), max_tokens, seed=0)
 
 
-@pytest.fixture(params=[True, False], ids=["own thread", "waiting thread"])
-def serve(
-    request: pytest.FixtureRequest,
-) -> Iterator[Callable[[Counting], EngineService[Counting]]]:
+@pytest.fixture
+def serve() -> Iterator[Callable[[Counting], EngineService[Counting]]]:
     opened: list[EngineService[Counting]] = []
 
     def make(engine: Counting) -> EngineService[Counting]:
-        opened.append(EngineService(lambda: engine, own_thread=request.param))
+        opened.append(EngineService(lambda: engine))
         opened[-1].open()
         return opened[-1]
 
@@ -189,12 +187,11 @@ def test_what_closing_raises_reaches_whoever_closes(serve: Serve) -> None:
     service.close()
 
 
-@pytest.mark.parametrize("own_thread", [True, False])
-def test_what_making_raises_reaches_whoever_opens(own_thread: bool) -> None:
+def test_what_making_raises_reaches_whoever_opens() -> None:
     def make() -> Counting:
         raise ConfigError("no such device")
 
-    service = EngineService(make, own_thread=own_thread)
+    service = EngineService(make)
     with pytest.raises(ConfigError, match="no such device"):
         service.open()
     service.close()

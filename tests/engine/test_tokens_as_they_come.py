@@ -25,8 +25,6 @@ from fastdecode import LLM, PromptRequest, SamplingParams
 from fastdecode.core.delta import OutputFold
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.sequence import RequestOutput
-from fastdecode.engine.instances import opening
-from fastdecode.engine.service import EngineService
 
 VOCAB = 400
 WAIT_S = 120.0
@@ -185,13 +183,7 @@ def interrupted(act: Callable[[], object], after_s: float) -> bool:
     return False
 
 
-@pytest.mark.parametrize("own_thread", [True, False], ids=["own thread", "waiting thread"])
-def test_an_interrupt_at_any_moment_leaves_the_llm_usable(
-    own_thread: bool, llama: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not own_thread:
-        waits = lambda make, **_: EngineService(make, own_thread=False)  # noqa: E731
-        monkeypatch.setattr(opening, "EngineService", waits)
+def test_an_interrupt_at_any_moment_leaves_the_llm_usable(llama: str) -> None:
     asked = prompts((20, 3, 7, 11), seed=1)
     params = [
         SamplingParams(temperature=0.9, seed=i, max_tokens=10 + 9 * i, ignore_eos=True)

@@ -27,10 +27,9 @@ from fastdecode.engine.instances.client import EngineClient
 from fastdecode.engine.instances.routed import RequestStage
 from fastdecode.engine.instances.router import Router
 from fastdecode.schedule.life.handing import HANDED_OVER_LOST
-from fastdecode.schedule.life.lifecycle import NOT_KEPT
 
 BLOCK_SIZE = 16
-SOURCE = KVSource("p-r0", "ab" * 16, 0, 1, 0, 2)
+SOURCE = KVSource("p-r0", 7, 0, 1, 0, 2, 0, 1, is_held=True)
 
 
 def answer(request: Request, index: int) -> list[int]:
@@ -50,7 +49,7 @@ class Scripted(EngineClient):
         self.asked: dict[str, Request] = {}
         self._drawn: dict[str, dict[int, int]] = {}
         self._told: dict[str, set[str]] = {}
-        self.most = self.num_lent = 0
+        self.most = self.num_borrowed = 0
 
     def submit(self, request: Request, *, every_step: bool) -> None:
         assert self.stranded is None, "it has no R-worker, and is given a request"
@@ -75,11 +74,11 @@ class Scripted(EngineClient):
     def step(self, name: str) -> list[Delta]:
         """The next token of each of a request's sequences."""
         request, told = self.asked[name], []
-        if request.only_kept:
-            return self._lend(name)
         if request.sources and "fetched" not in self._told[name]:
             self._told[name].add("fetched")
-            return [Delta(name, 0, has_fetched=True)]
+            self.num_borrowed += not request.sources[0].is_held
+            has_failed = random.Random(name).random() < 0.3
+            return [Delta(name, 0, has_fetched=True, fetch_failed=has_failed)]
         for index, count in self._drawn[name].items():
             tokens = answer(request, index)
             limit = len(request.drawn.get(index, ())) + 1 if request.hands_over else len(tokens)
@@ -93,22 +92,15 @@ class Scripted(EngineClient):
                 token_ids = tuple(tokens[first : count + 1])
                 told.append(Delta(name, index, text[before:], token_ids, finish_reason=reason))
                 self._drawn[name][index] += 1
+                num_kept = len(request.prompt_token_ids) // BLOCK_SIZE * BLOCK_SIZE
+                if is_over and num_kept:
+                    kept = replace(SOURCE, num_tokens=num_kept, is_held=False)
+                    told.insert(0, Delta(name, index, sources=(kept,)))
         if request.hands_over and "offered" not in self._told[name]:
             self._told[name].add("offered")
             if any(len(answer(request, i)) > 1 for i in range(request.params.n)):
                 told.insert(0, Delta(name, 0, sources=(SOURCE,)))
         return told
-
-    def _lend(self, name: str) -> list[Delta]:
-        """Export what is kept of a prompt, unless it isn't."""
-        if random.Random(name).random() < 0.3:
-            del self.asked[name]
-            return [Delta(name, 0, error=CapacityError("not kept", code=NOT_KEPT))]
-        if "offered" in self._told[name]:
-            return []
-        self._told[name].add("offered")
-        self.num_lent += 1
-        return [Delta(name, 0, token_ids=(1,)), Delta(name, 0, sources=(SOURCE,))]
 
     def fail(self, error: FastDecodeError) -> list[Delta]:
         self.broken = error

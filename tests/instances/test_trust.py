@@ -19,7 +19,7 @@ from fastdecode.schedule.dispatch import DispatchJob
 PROMPT = (5, 6, 7, 8, 9)
 PLAIN = Request("a", PROMPT, SamplingParams(n=2, min_tokens=2), 4, seed=1)
 PROMPT_ONLY = replace(PLAIN, params=SamplingParams(n=2), max_tokens=1, hands_over=True)
-SOURCE = KVSource("p-r0", "ab" * 16, 0, 5, 0, 1)
+SOURCE = KVSource("p-r0", 7, 0, 5, 0, 1, 0, 1, is_held=True)
 FETCHING = replace(PLAIN, drawn={0: (20, 21), 1: (30,)}, sources=(SOURCE,))
 LOGGED = replace(FETCHING, params=SamplingParams(n=2, logprobs=1))
 
@@ -44,6 +44,9 @@ TRUE = {
     "a prompt on offer": (PROMPT_ONLY, [said(0, sources=(SOURCE,)), said(0, 1), said(1, 2)]),
     "a prompt that stops": (PROMPT_ONLY, [said(0, 1, finish_reason="stop"), said(1, 2)]),
     "a fetched prompt": (FETCHING, [said(0, has_fetched=True), said(0, 20, 21, 22)]),
+    "blocks that stay": (
+        PLAIN, [said(0, 1, 2, sources=(replace(SOURCE, num_tokens=9, is_held=False),))],
+    ),
     "known tokens in pieces": (FETCHING, [said(0, 20), said(0, 21, 22)]),
     "logprobs of new tokens": (
         LOGGED, [said(0, 20, 21, 9, logprobs=logged(9)), said(0, 8, logprobs=logged(8))],
@@ -64,6 +67,9 @@ LIES = {
     "an offer unasked": (PLAIN, [said(0, 1, sources=(SOURCE,)), said(1, 1)]),
     "an offer of more": (
         PROMPT_ONLY, [said(0, 1, sources=(replace(SOURCE, first_token=1),)), said(1, 1)],
+    ),
+    "more blocks than tokens": (
+        PLAIN, [said(0, 1, sources=(replace(SOURCE, num_tokens=10, is_held=False),))],
     ),
     "an offer of other heads": (
         PROMPT_ONLY, [said(0, 1, sources=(replace(SOURCE, first_head=512),)), said(1, 1)],

@@ -18,25 +18,25 @@ MODEL = str(ROOT / "examples" / "model" / "checkpoint")
 MOST_LINES = {
     "fastdecode/cli": 3801,
     "fastdecode/conversations": 1318,
-    "fastdecode/core": 10063,
-    "fastdecode/engine": 17493,
+    "fastdecode/core": 10068,
+    "fastdecode/engine": 17082,
     "fastdecode/jobs": 2399,
     "fastdecode/measure": 2319,
     "fastdecode/openai": 1320,
-    "fastdecode/schedule": 9233,
+    "fastdecode/schedule": 9363,
     "fastdecode/server": 2931,
     "fastdecode/text": 3541,
-    "fastdecode/wire": 4835,
-    "rworker": 9910,
+    "fastdecode/wire": 4797,
+    "rworker": 9838,
     "sworker": 12462,
     "cpu_kernels": 6509,
     "cost_model": 7142,
-    "tests": 64891,
+    "tests": 64911,
     "benchmarks": 5327,
     "examples": 481,
 }
 """Lines of ``*.py`` files under each directory."""
-MOST_DOCS = 4265  # lines of Markdown under ``docs/``
+MOST_DOCS = 4260  # lines of Markdown under ``docs/``
 
 MOST_IN_A_STEP = (51, 2_446)
 MOST_IN_A_LOSS = (50, 620)

@@ -24,7 +24,7 @@ from fastdecode.wire.codec import Codec
 from fastdecode.wire.instances import Deltas, Submit
 
 CODEC = Codec()
-SOURCE = KVSource("tcp://127.0.0.1:7000", "ab" * 16, 0, 9, 0, 2)
+SOURCE = KVSource("tcp://127.0.0.1:7000", 1 << 62, 0, 9, 0, 2, 0, 3)
 REQUEST = Request("a", (5, 6), SamplingParams(), 8, seed=1, sources=(SOURCE,))
 
 
@@ -79,7 +79,8 @@ def test_what_is_no_request_is_refused(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"ticket": "ab"}, {"num_tokens": 0}, {"first_token": -1}, {"num_tokens": 1 << 62},
+        {"reading": "ab"}, {"reading": -1}, {"num_layers": 0}, {"num_tokens": 0},
+        {"first_token": -1}, {"num_tokens": 1 << 62},
         {"num_heads": 0}, {"first_head": 1 << 40}, {"address": "x" * (1 << 17)},
         {"address": "a\nb"},
     ],

@@ -23,9 +23,7 @@ class Cache:
         common=True,
     )
     cache_disk: str | None = option(
-        None,
-        "directory where R-workers keep copies of blocks, also across restarts",
-        metavar="DIR",
+        None, "directory where R-workers keep copies of blocks, also across restarts", metavar="DIR"
     )
     cache_disk_gb: float | None = option(
         None, "disk space for each R-worker", low=1e-6, high=1e6, unit="GB", metavar="GB"

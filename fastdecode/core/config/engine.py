@@ -1,9 +1,8 @@
-"""What a user may choose about an engine. Frozen, and valid from construction
-on.
+"""What a user may choose about an engine. Frozen, and valid from construction on.
 
-Options are declared here, with their help, ranges and defaults, and nowhere
-else: ``LLM(model, **options)``, the command line and the checks read them from
-the fields (``fastdecode.core.config.options``).
+Options are declared here, with their help, ranges and defaults, and nowhere else: ``LLM(model,
+**options)``, the command line and the checks read them from the fields
+(``fastdecode.core.config.options``).
 """
 
 from __future__ import annotations

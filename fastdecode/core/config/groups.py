@@ -150,11 +150,7 @@ class Batching:
     """What runs together, and when it starts."""
 
     max_num_sequences: int = option(
-        256,
-        "most sequences that run at once",
-        low=1,
-        high=1 << 20,
-        common=True,
+        256, "most sequences that run at once", low=1, high=1 << 20, common=True
     )
     prefill_chunk: int | None = option(
         None,

@@ -1,6 +1,5 @@
-"""Placement files, as ``fastdecode plan goodput --emit`` writes them: which
-instances there are to be. What else they hold says what was planned for, and
-changes nothing."""
+"""Placement files, as ``fastdecode plan goodput --emit`` writes them: which instances there are
+to be. What else they hold says what was planned for, and changes nothing."""
 
 from __future__ import annotations
 
@@ -25,15 +24,14 @@ _MOST_BYTES: Final = 1 << 20
 
 
 def read_placement(path: Path, *, on_devices: bool = False) -> tuple[PlacedInstance, ...]:
-    """The instances of a placement file. A socket gets an R-worker. Where none is planned, KV
-    is on the instance's devices; for prefill, each stage has an R-worker on the S-worker's host.
+    """The instances of a placement file. A socket gets an R-worker. Where none is planned, KV is
+    on the instance's devices; for prefill, each stage has an R-worker on the S-worker's host.
 
     Args:
         on_devices: with KV on the devices for prefill, too.
 
     Raises:
-        ConfigError: it can't be read, isn't a placement file, or plans what
-            instances can't do.
+        ConfigError: it can't be read, isn't a placement file, or plans what instances can't do.
     """
 
     def refuse(why: str) -> ConfigError:

@@ -14,15 +14,11 @@ class Colocation:
     """R-workers, or a device with KV, that reach those of other engines, in this process or
     elsewhere."""
 
-    neighbours: Neighbourhood
-    """All of them, as far as they are of this process."""
+    neighbours: Neighbourhood  # all of them, as far as they are of this process
     name: str
     """What this engine's are called by, before their numbers."""
-    num_engines: int
-    """In this process, which share what this host has."""
-    role: InstanceRole
-    """What it is given at first."""
-    place: int = 0
-    """Which of this host's it is: GPUs are counted so."""
+    num_engines: int  # in this process, which share what this host has
+    role: InstanceRole  # what it is given at first
+    place: int = 0  # which of this host's it is: GPUs are counted so
     ranks: StageRanks | None = None
     """Its S-workers and R-workers, where they are ranks of an MPI job among others."""

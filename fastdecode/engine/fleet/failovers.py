@@ -39,12 +39,9 @@ class Failover:
 
     worker: str
     keeper: str
-    noticed_s: float
-    """When the loss was noticed, by the clock."""
-    drain_s: float = 0.0
-    """From then until no step was in flight."""
-    resume_s: float = 0.0
-    """From then until the neighbour had taken over."""
+    noticed_s: float  # when the loss was noticed, by the clock
+    drain_s: float = 0.0  # from then until no step was in flight
+    resume_s: float = 0.0  # from then until the neighbour had taken over
 
 
 @dataclass(frozen=True)
@@ -53,16 +50,12 @@ class Return:
     the lost one's place."""
 
     worker: str
-    keeper: str
-    """The neighbour."""
+    keeper: str  # the neighbour
     copy_s: float
     """From when it came until it had caught up, in which no step waited for it."""
-    drain_s: float
-    """From then until no step was in flight."""
-    resume_s: float
-    """From then until it served."""
-    went_on_s: float
-    """When that was, by the clock."""
+    drain_s: float  # from then until no step was in flight
+    resume_s: float  # from then until it served
+    went_on_s: float  # when that was, by the clock
 
 
 @dataclass
@@ -75,8 +68,7 @@ class ReplicaFigures:
     """Lost R-workers of which there was no replica, or not any more."""
     num_rings: int = 0
     """How often the ring was closed again, without a lost one or with one that came."""
-    unprotected_s: float = 0.0
-    """Time in which some R-worker had no replica."""
+    unprotected_s: float = 0.0  # time in which some R-worker had no replica
     lags: Counter[int] = field(default_factory=Counter)  # see ``Protection.lags``
 
     def lag(self, percent: float) -> int | None:
@@ -94,13 +86,10 @@ class ReplicaFigures:
 class Handover:
     """One cache on its way."""
 
-    source: HolderId
-    """The neighbour that serves it."""
-    since_s: float
-    """When a newcomer had come."""
+    source: HolderId  # the neighbour that serves it
+    since_s: float  # when a newcomer had come
     is_copying: bool = False
-    leaves_s: float | None = None
-    """When it had caught up."""
+    leaves_s: float | None = None  # when it had caught up
     asked_s: float | None = None
     """When no step was in flight any more, and the newcomer was asked."""
 
@@ -124,8 +113,7 @@ class Failovers:
         self._fleet = fleet
         self._clock = clock
         self._ring = Ring(fleet, options, clock, fleet.pending.deadlines)
-        self.circle = list(circle)
-        """The ring's holders, lost ones included."""
+        self.circle = list(circle)  # the ring's holders, lost ones included
         self.failing: dict[HolderId, Failover] = {}
         """Lost holders that others can take over, and don't yet."""
         self.replacements: HubReplacements | None = None

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 import numpy as np
 from msgspec.structs import replace
@@ -31,7 +31,6 @@ from fastdecode.wire.blocks import (
     Inventory,
     MoveNews,
     Progress,
-    Pulled,
     Retain,
     UseTier,
     keys_of,
@@ -49,22 +48,18 @@ from fastdecode.wire.messages import (
     Welcome,
 )
 
-NewsT = TypeVar("NewsT")
-
 Shards = Mapping[HolderId, Shard]
 """What each member keeps, in the order of heads."""
 
 
 class JoinedMoves:
-    """Joins members' reports of transfers and tiers: a block, or a sequence, is there when every
-    member has its part."""
+    """Joins members' reports of transfers and tiers: every member has its part of a block."""
 
     def __init__(self, holder: HolderId, members: Collection[HolderId]) -> None:
         self._holder = holder
         self._members = frozenset(members)
         self._moved: dict[int, dict[HolderId, Done]] = {}  # by job and member
         self._fetching: dict[int, dict[HolderId, Progress]] = {}
-        self._pulled: dict[int, dict[HolderId, Pulled]] = {}  # by sequence and member
         self._stocked: dict[HolderId, dict[bytes, int]] = {}  # of each member
         self._num_slots: dict[HolderId, int] = {}  # of members that have reported all
         self._stores: set[int] = set()  # jobs
@@ -72,7 +67,6 @@ class JoinedMoves:
         """What all members have reported, and wasn't taken."""
 
     def begin_store(self, job: int) -> None:
-        """Note that the members are asked to store blocks."""
         self._stores.add(job)
 
     def take(self, member: HolderId, news: MoveNews) -> dict[HolderId, set[bytes]]:
@@ -83,25 +77,9 @@ class JoinedMoves:
                 return self._take_moved(member, news)
             case Progress():
                 self._take_fetching(member, news)
-            case Pulled():
-                told = self._all_told(self._pulled, news.sequence_id, member, news)
-                if told:
-                    reason = next((each.reason for each in told if each.reason), "")
-                    num_bytes = sum(each.num_bytes for each in told)
-                    seconds = max(each.seconds for each in told)
-                    ids = self._holder, news.sequence_id
-                    self.news.append(Pulled(*ids, num_bytes, seconds, reason))
             case Inventory():
                 return self._take_stocked(member, news)
         return {}
-
-    def _all_told(
-        self, table: dict[int, dict[HolderId, NewsT]], number: int, member: HolderId, news: NewsT
-    ) -> list[NewsT]:
-        """Keep a report. Return all members' and forget them, once all have reported."""
-        told = table.setdefault(number, {})
-        told[member] = news
-        return list(table.pop(number).values()) if told.keys() >= self._members else []
 
     def _take_fetching(self, member: HolderId, news: Progress) -> None:
         """The group is as far as its slowest member; one whose part is over reports
@@ -117,9 +95,11 @@ class JoinedMoves:
     def _take_moved(self, member: HolderId, news: Done) -> dict[HolderId, set[bytes]]:
         own_failed = {x: set(keys_of(y.missing)) for x, y in self._moved.get(news.job, {}).items()}
         own_failed[member] = set(keys_of(news.missing))
-        told = self._all_told(self._moved, news.job, member, news)
-        if not told:
+        by_member = self._moved.setdefault(news.job, {})
+        by_member[member] = news
+        if not by_member.keys() >= self._members:
             return {}
+        told = list(self._moved.pop(news.job).values())
         self._fetching.pop(news.job, None)
         failed = {key for own in own_failed.values() for key in own}
         num_bytes = sum(each.num_bytes for each in told)
@@ -205,7 +185,6 @@ class CacheGroup:
 
     @property
     def peer(self) -> str:
-        """Its name, for people."""
         members = self._here if len(self._here) == 1 < len(self._members) else self.shards
         peers = dict.fromkeys(map(self._pool.peer, members or self._pool.placement))
         return next(iter(peers)) if len(members) == 1 else f"the group of {', '.join(peers)}"
@@ -277,7 +256,6 @@ class CacheGroup:
         return True
 
     def _joined(self, asked: _Asked) -> Answer:
-        """All answers as one."""
         answers = {member: asked.answers[member] for member in asked.due}
         joined: Answer = asked.message.join(list(answers.values()))
         if isinstance(joined, Refused) and (undo := asked.message.undo()) is not None:
@@ -321,12 +299,10 @@ class GroupPool:
 
     @property
     def holders(self) -> list[HolderId]:
-        """All groups."""
         return [group.holder for group in self.groups]
 
     @property
     def lost(self) -> dict[HolderId, WorkerError]:
-        """The groups that are lost, and why."""
         found = {group.holder: group.loss or group.broken for group in self.groups}
         return {holder: error for holder, error in found.items() if error is not None}
 
@@ -457,7 +433,6 @@ class GroupPool:
             self.send(holder, own)
 
     def _begin(self, group: CacheGroup, hello: Hello) -> None:
-        """Begin to greet a group."""
         share_out = self._share_out if group is self.groups[0] else None
         group.begin(group.shards if share_out is None else share_out(self.members, hello))
 

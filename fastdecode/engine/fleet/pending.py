@@ -14,16 +14,7 @@ from typing import Any, Final
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.blocks import (
-    Done,
-    Fetch,
-    Inventory,
-    MoveNews,
-    Progress,
-    Pull,
-    Pulled,
-    Retain,
-)
+from fastdecode.wire.blocks import Done, Fetch, Inventory, MoveNews, Progress, Retain
 from fastdecode.wire.messages import FromRWorker, ToRWorker, Welcome
 from fastdecode.wire.traits import unasked
 
@@ -46,8 +37,7 @@ class Deadlines:
     timeout_s: float  # of an answer
     silence_s: float = math.inf
     """Longest time without a sign of life, where connections report those."""
-    clock: Clock = time.monotonic
-    """Seconds, as ``Connection.heard_s`` has them."""
+    clock: Clock = time.monotonic  # seconds, as ``Connection.heard_s`` has them
     _looked_s: float = -math.inf
     _looking_since_s: float = -math.inf
 
@@ -95,11 +85,7 @@ class Deadlines:
 
 def _job_of(message: ToRWorker | MoveNews) -> int:
     """Return the number of the transfer that a message asks for, or reports on."""
-    if isinstance(message, Retain | Fetch | Progress | Done):
-        return message.job
-    if isinstance(message, Pull | Pulled):  # numbers below those of other jobs
-        return _OPENING - 1 - message.sequence_id
-    return _OPENING
+    return message.job if isinstance(message, Retain | Fetch | Progress | Done) else _OPENING
 
 
 @dataclass(eq=False)
@@ -108,8 +94,7 @@ class _Due:
 
     since_s: float
     holder: HolderId
-    message: Any
-    """What it is the answer to."""
+    message: Any  # what it is the answer to
     num_answers: int
     """Answers that the peer needs of others before it can give its own."""
 
@@ -132,7 +117,6 @@ class PendingReplies:
 
     @contextlib.contextmanager
     def within(self, deadlines: Deadlines) -> Iterator[None]:
-        """Give peers these deadlines inside the context."""
         usual, self.deadlines = self.deadlines, deadlines
         try:
             yield
@@ -177,17 +161,15 @@ class PendingReplies:
         job, jobs = _job_of(news), self._jobs[index]
         if job not in jobs:
             return False
-        if isinstance(news, Done | Pulled) or (isinstance(news, Inventory) and news.is_last):
+        if isinstance(news, Done) or (isinstance(news, Inventory) and news.is_last):
             del jobs[job]
         return True
 
     def forget(self, index: int) -> None:
-        """Forget all that a peer owes."""
         self._due[index].clear()
         self._jobs[index].clear()
 
     def forget_about(self, index: int, holder: HolderId) -> None:
-        """Forget the answers that a peer owes about a holder."""
         self._due[index] = deque(one for one in self._due[index] if one.holder != holder)
 
     def owes_answer(self, index: int) -> bool:
@@ -198,12 +180,10 @@ class PendingReplies:
         return bool(self._jobs[index])
 
     def num_about(self, index: int, holder: HolderId) -> int:
-        """Return how many answers a peer owes about a holder."""
         return sum(one.holder == holder for one in self._due[index])
 
     @property
     def any_owed(self) -> bool:
-        """True if any peer owes anything."""
         return any(self._due) or any(self._jobs)
 
     def wait_s(self, most_s: float = math.inf) -> float:

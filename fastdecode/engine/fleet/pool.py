@@ -55,7 +55,6 @@ class Placement:
         return iter(self._holders)
 
     def __getitem__(self, holder: HolderId) -> int:
-        """The index of the worker that keeps a holder."""
         return self._worker_of[holder]
 
     def keeps(self, index: int, holder: int) -> bool:
@@ -73,7 +72,6 @@ class Placement:
         self.has_moved = True
 
     def place(self, holder: HolderId, index: int) -> None:
-        """Another worker keeps a holder from now on."""
         self._former.add((self._worker_of[holder], holder))
         self._worker_of[holder] = index
         self.has_moved = True
@@ -143,14 +141,12 @@ class WorkerPool:
 
     @property
     def lost(self) -> dict[HolderId, WorkerError]:
-        """The holders that are lost, and why."""
         if not self.gone:
             return {}
         return {x: self.gone[self.placement[x]] for x in self.placement if self.is_lost(x)}
 
     @property
     def is_owed(self) -> bool:
-        """Whether any worker owes an answer."""
         return bool(self._early) or self.pending.any_owed
 
     @property
@@ -173,12 +169,10 @@ class WorkerPool:
                 self._lose(index, error)
 
     def tier_of(self, holder: HolderId, message: UseTier) -> UseTier:
-        """What a holder is sent to open its lower tier."""
         return message
 
     @property
     def has_moves(self) -> bool:
-        """True if there are reports on transfers that weren't taken yet."""
         return bool(self._moves)
 
     @property
@@ -226,7 +220,6 @@ class WorkerPool:
 
     @property
     def holders(self) -> list[HolderId]:
-        """All, lost ones included."""
         return list(self.placement)
 
     @property
@@ -239,7 +232,6 @@ class WorkerPool:
         return holder < self.num_workers
 
     def is_lost(self, holder: HolderId) -> bool:
-        """Whether the worker that keeps a holder is lost."""
         return self.placement[holder] in self.gone
 
     def workers_of(self, holder: HolderId) -> dict[int, Shard]:
@@ -256,7 +248,6 @@ class WorkerPool:
         return {holder: Shard()}
 
     def owner(self, member: HolderId) -> HolderId:
-        """The holder that a member belongs to."""
         return member
 
     def take_lost_members(self, holder: HolderId) -> list[HolderId]:
@@ -323,7 +314,6 @@ class WorkerPool:
         return [answer for answer in answers if answer is not None]
 
     def lose(self, holder: HolderId, error: FastDecodeError) -> None:
-        """Give up the worker that keeps a holder."""
         self._lose(self.placement[holder], error)
 
     def revive(self, holder: HolderId, *, has_cache: bool = True) -> None:
@@ -346,7 +336,6 @@ class WorkerPool:
         return True
 
     def _lose(self, index: int, error: FastDecodeError) -> None:
-        """Give a worker up."""
         if index in self.gone:
             return
         self.pending.forget(index)
@@ -358,7 +347,6 @@ class WorkerPool:
         logger.error("%s", loss(self._name(index), error))
 
     def _lied(self, index: int, what: str) -> None:
-        """A worker has said what it can't mean."""
         self._lose(index, ProtocolError(f"{self._name(index)} {what}"))
 
     def _taken(self, index: int, message: FromRWorker) -> tuple[HolderId, Answer] | None:
@@ -458,5 +446,4 @@ def last_words(connection: Connection[Any, Any]) -> Failed | None:
 
 
 def failure(name: str, failed: Failed) -> WorkerError:
-    """A peer of this name has said that it can't go on."""
     return WorkerError(f"{name} failed: {failed.message}", code=failed.code)

@@ -86,8 +86,7 @@ class Places(Protocol):
 @dataclass(eq=False)
 class _Candidate:
     connection: NewConnection
-    since_s: float
-    """When it was asked what it hasn't answered."""
+    since_s: float  # when it was asked what it hasn't answered
     is_greeted: bool = False
     welcome: Welcome | None = None
     makes_way: bool = False
@@ -135,7 +134,6 @@ class _Pauses:
         self._lengths_s: dict[int, float] = {}
 
     def admitted(self, worker: int) -> None:
-        """Note that one was let in."""
         self._admitted_s[worker] = self._clock()
 
     def is_over(self, worker: int) -> bool:
@@ -151,7 +149,6 @@ class _Pauses:
         return now >= self._until_s.get(worker, -math.inf)
 
     def begin(self, worker: int) -> None:
-        """Pause, since none could come."""
         self._until_s[worker] = self._clock() + RETRY_S
 
 
@@ -190,7 +187,6 @@ class HubReplacements:
         self._shards = shards or {}
 
     def look(self, lost: Iterable[int]) -> dict[int, Welcome]:
-        """Return the replacements of lost R-workers that wait to be let in (``admit``)."""
         for deadlines in (self._greeting, self._waiting):
             deadlines.begin_look()
         for worker in lost:
@@ -209,7 +205,6 @@ class HubReplacements:
         return any(x.is_greeted and x.welcome is None for x in self._candidates.values())
 
     def admit(self, worker: int) -> None:
-        """Make the new R-worker's connection the hub's, under that number."""
         self._pauses.admitted(worker)
         self._hub.replace(worker, self._candidates.pop(worker).connection)
 
@@ -284,7 +279,6 @@ class HubReplacements:
             self._give_up(worker, error.message)
 
     def _give_up(self, worker: int, reason: str) -> None:
-        """For now."""
         logger.info("no replacement yet: %s", reason)
         candidate = self._candidates.pop(worker, None)
         if candidate is not None:
@@ -297,8 +291,7 @@ class SpareConnection:
 
     def __init__(self, connection: RConnection, address: str) -> None:
         self.inner = connection
-        self.address = address
-        """What R-workers call it."""
+        self.address = address  # what R-workers call it
         self.is_closed = False
         self._early: deque[FromRWorker | WorkerError] = deque()
 
@@ -310,8 +303,7 @@ class SpareConnection:
     def heard_s(self) -> float | None:
         return self.inner.heard_s
 
-    is_reached = True
-    """It has been there from the beginning, or is dead."""
+    is_reached = True  # it has been there from the beginning, or is dead
 
     def send(self, message: ToRWorker) -> None:
         self.inner.send(message)
@@ -327,7 +319,6 @@ class SpareConnection:
         self.inner.close()
 
     def arrive(self, what: FromRWorker | WorkerError) -> None:
-        """It has come while others were waited for."""
         self._early.append(what)
 
     def _take(self) -> FromRWorker:
@@ -351,8 +342,7 @@ class SpareHub:
     def __init__(
         self, hub: RHub, num_spares: int, addresses: Sequence[str], clock: Clock = time.monotonic
     ) -> None:
-        self.whole: Final = hub
-        """With the connections to spare R-workers."""
+        self.whole: Final = hub  # with the connections to spare R-workers
         self._hub = hub
         self._clock = clock
         self._num_workers = len(addresses)
@@ -415,7 +405,6 @@ class SpareHub:
         return spare
 
     def replace(self, index: int, connection: Any) -> None:
-        """A spare connection is the one of this place."""
         self._connections[index] = connection
 
     def index(self, place: int) -> int:

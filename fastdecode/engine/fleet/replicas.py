@@ -45,14 +45,11 @@ class _Takeover:
     """Members of a holder that other R-workers serve; all its members are asked what they have."""
 
     members: list[HolderId]
-    parts: Sequence[int]
-    """Of sequences, in the order in which they were named."""
-    keys: Sequence[bytes]
-    """Of kept blocks that were named first."""
+    parts: Sequence[int]  # of sequences, in the order in which they were named
+    keys: Sequence[bytes]  # of kept blocks that were named first
     asked: Mapping[int, int] = field(default_factory=dict)
     """Tokens, by part."""
-    asked_keys: Sequence[bytes] = ()
-    """Of kept blocks that were named last."""
+    asked_keys: Sequence[bytes] = ()  # of kept blocks that were named last
 
 
 class Replicas:

@@ -252,12 +252,8 @@ class Resharing:
         answer = self._group.welcome
         if answer is None or self._have_ended is None or self._most_blocks:
             self._welcome = answer
-        else:
-            self._offer_less(answer)
-
-    def _offer_less(self, answer: Welcome) -> None:
-        """Each member is to have room for its neighbour's replica, too."""
-        try:
+            return
+        try:  # each member is to have room for its neighbour's replica, too
             most = most_blocks(self._group, self._hello)
         except ConfigError as error:
             logger.error("the heads can't be shared anew: %s", error)

@@ -39,13 +39,11 @@ MOST_LAG: Final = 1000  # steps; a replica that is further behind counts as that
 class _Replica(Enum):
     """State of a holder's replica."""
 
-    NEW = "new"
-    """To be kept; its keeper has reported nothing yet."""
+    NEW = "new"  # to be kept; its keeper has reported nothing yet
     KEPT = "kept"
     CAUGHT_UP = "caught up"
     """It has had all that was cached at the end of some step."""
-    ENDED = "ended"
-    """There is none, or it isn't kept up to date any more."""
+    ENDED = "ended"  # there is none, or it isn't kept up to date any more
 
 
 class Protection:
@@ -120,12 +118,9 @@ class LinkOptions:
 
     addresses: Sequence[str] | Mapping[HolderId, str]
     """What R-workers call each other, by their holders; of a replacement, its own."""
-    num_bytes: int
-    """That a link may have under way unanswered."""
-    timeout_s: float
-    """How long a neighbour may take to make room."""
-    session: int
-    """Secret of this run, in which holders were greeted."""
+    num_bytes: int  # that a link may have under way unanswered
+    timeout_s: float  # how long a neighbour may take to make room
+    session: int  # secret of this run, in which holders were greeted
     keepers: Mapping[HolderId, HolderId] = field(default_factory=dict)
     """The R-worker without a holder that keeps each holder's replica, or ``DISK``; empty:
     the holders' own R-workers keep the replicas, in a ring."""
@@ -159,7 +154,6 @@ class Ring:
         self._links: Counter[HolderId] = Counter()
         """Number of each holder's last link, which is in all reports on it. 0 if there was none."""
         self.protection: Final = Protection(clock)
-        """Which replicas are there."""
 
     def make_way(self, members: Sequence[HolderId]) -> bool:
         """End what would be in the way of a ring of these. Whether all of that
@@ -196,7 +190,6 @@ class Ring:
         return self._keepers == self._pairs(members) and self.protection.members == set(members)
 
     def close(self, members: Sequence[HolderId]) -> None:
-        """Make these the ring."""
         before, self._keepers = self._keepers, self._pairs(members)
         if not self._keepers:
             logger.warning("no replicas: all R-workers but one are lost")
@@ -318,7 +311,6 @@ class Ring:
         self._fleet.send(holder, Replicate(keeper, options.num_bytes, number, timeout_s))
 
     def _drop(self, holder: HolderId, keeper: HolderId) -> None:
-        """Drop a cache at its keeper."""
         if keeper not in self._fleet.gone:
             self._dropping[holder, keeper] = self._deadlines.clock()
             link = self._links[holder] if self.options.are_in_files else 0

@@ -11,8 +11,8 @@ from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.errors import FastDecodeError, ProtocolError
 from fastdecode.core.holders import KVSource
 from fastdecode.core.model.spec import ModelSpec
-from fastdecode.core.sequence import Request, SamplingParams
-from fastdecode.schedule.dispatch import AssignDecode, AssignPrefill, DispatchJob
+from fastdecode.core.sequence import Request
+from fastdecode.schedule.dispatch import DispatchJob
 from fastdecode.schedule.kept_prefixes import BlockChain
 
 
@@ -21,8 +21,6 @@ class RequestStage(Enum):
 
     QUEUED = "queued"
     """No instance has it."""
-    BORROWING = "borrowing"
-    """It is to run at one instance, with tokens that another one is asked for first."""
     PREFILL = "prefill"
     OFFERED = "offered"
     """Its prompt is done, and waits for an instance that has room."""
@@ -39,6 +37,8 @@ class _Output:
     token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
     is_over: bool = False
+    kept_at: tuple[KVSource, ...] = ()
+    """Where its blocks may be read."""
 
 
 @dataclass(eq=False)
@@ -75,27 +75,17 @@ class InstanceRun:
             raise _lie("logprobs of other tokens")
         if delta.prompt_logprobs is not None and len(delta.prompt_logprobs) != len(prompt):
             raise _lie("logprobs of another prompt")
-        if delta.sources and not asked.hands_over:
-            raise _lie("a prompt is on offer that isn't to be handed over")
         for source in delta.sources:
-            is_within = source.first_token + source.num_tokens <= len(prompt)
+            if source.is_held and not asked.hands_over:
+                raise _lie("a prompt is on offer that isn't to be handed over")
+            is_within = source.end <= len(prompt) + asked.max_tokens * (not source.is_held)
             is_within &= source.first_head + source.num_heads <= spec.num_kv_heads
-            if not is_within or source.first_layer >= spec.num_layers:
-                raise _lie("more is on offer than the prompt has")
+            if not is_within or source.first_layer + source.num_layers > spec.num_layers:
+                raise _lie("more is on offer than the request has")
 
 
 def _lie(what: str) -> ProtocolError:
     return ProtocolError(f"says of a request what can't be: {what}")
-
-
-@dataclass(eq=False)
-class Borrowing:
-    """The first tokens of a prompt, which another instance keeps and exports."""
-
-    run: InstanceRun
-    """At that instance."""
-    waiting: AssignPrefill | AssignDecode | None
-    """The run that is to import them. None once it has begun."""
 
 
 @dataclass(eq=False)
@@ -111,9 +101,8 @@ class RoutedRequest:
     decoding: InstanceRun | None = None
     sources: tuple[KVSource, ...] = ()
     """Sources of its whole prompt."""
-    borrowing: Borrowing | None = None
     borrowed: tuple[KVSource, ...] = ()
-    """Sources of its prompt's first tokens."""
+    """Sources of its prompt's first tokens, which another instance may keep."""
     failure: FastDecodeError | None = None
     """Why the first instance that failed it did. None if none has."""
     said: list[_Output] = field(init=False)
@@ -148,20 +137,6 @@ class RoutedRequest:
             sources=self.borrowed,
         )
 
-    def prefix_run(self, name: str, num_tokens: int) -> Request:
-        """Return what an instance is asked that keeps ``num_tokens`` of its prompt: to export
-        them."""
-        return Request(
-            name,
-            self.request.prompt_token_ids[:num_tokens],
-            SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
-            max_tokens=1,
-            seed=0,
-            cache=self.request.cache,
-            hands_over=True,
-            only_kept=True,
-        )
-
     def whole_run(self, name: str) -> Request:
         """Return what an instance is asked that continues it to the end. Sequences that are over
         draw their last token once more, which isn't reported."""
@@ -180,6 +155,7 @@ class RoutedRequest:
         first_token, first_char = run.num_tokens.get(index, 0), run.num_chars.get(index, 0)
         run.num_tokens[index] = first_token + len(delta.token_ids)
         run.num_chars[index] = first_char + len(delta.text)
+        said.kept_at = delta.sources or said.kept_at
         if delta.finish_reason is not None:
             run.over.add(index)
         if said.is_over:

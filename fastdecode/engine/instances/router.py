@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from copy import copy
@@ -30,10 +31,11 @@ from fastdecode.core.errors import (
     duplicate_id,
     without_frames,
 )
+from fastdecode.core.holders import KVSource, num_offered
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.sequence import Request
 from fastdecode.engine.instances.client import EngineClient, sum_figures, sum_stats
-from fastdecode.engine.instances.routed import Borrowing, InstanceRun, RequestStage, RoutedRequest
+from fastdecode.engine.instances.routed import InstanceRun, RequestStage, RoutedRequest
 from fastdecode.engine.stats import EngineFigures, EngineStats
 from fastdecode.schedule.dispatch import (
     AssignDecode,
@@ -49,7 +51,7 @@ from fastdecode.schedule.life.handing import HANDED_OVER_LOST
 logger = logging.getLogger(__name__)
 
 _LEAST_BORROWED: Final = 4
-"""Blocks: fewer are run again, since two instances would have to take a turn each."""
+"""Blocks: to run fewer again takes no longer than to fetch them."""
 
 
 class Router:
@@ -123,6 +125,8 @@ class Router:
             raise copy(self._broken)
         if request.request_id in self.by_request:
             raise duplicate_id(request.request_id)
+        if request.cache.is_off:  # its blocks get names when it is handed over, which no other has
+            request = replace(request, cache=replace(request.cache, salt=secrets.token_hex(16)))
         prompt, size = len(request.prompt_token_ids), self._block_size
         blocks = -(-(prompt + request.max_tokens - 1) // size)
         job = DispatchJob(next(self._numbers), prompt, request.params.n * blocks * size)
@@ -208,11 +212,10 @@ class Router:
             if delta.error is not None:
                 continue
             run.check(delta, self._spec)
-            if routed.borrowing is None or routed.borrowing.run is not run:
-                is_whole = delta.has_fetched and routed.borrowing is None
-                self.num_handed_over += is_whole and not delta.fetch_failed
+            if delta.has_fetched and routed.sources:
+                self.num_handed_over += not delta.fetch_failed
                 self.num_failed_fetches += delta.fetch_failed
-                routed.tell(run, delta)
+            routed.tell(run, delta)
         for routed, run, delta in known:
             if delta.request_id in self.by_run:
                 self._advance(routed, run, delta)
@@ -258,22 +261,17 @@ class Router:
         self._do(self.dispatcher.look())
 
     def _advance(self, routed: RoutedRequest, run: InstanceRun, delta: Delta) -> None:
-        if routed.borrowing is not None and routed.borrowing.run is run:
-            self._lent(routed, routed.borrowing, delta)
-            return
         if delta.error is not None:
             self._failed(routed, run, delta.error)
             return
-        if delta.has_fetched and routed.borrowing is not None:
-            self._give_back(routed)
-        elif delta.has_fetched:
+        if delta.has_fetched and routed.sources:
             self._release(routed)
         if not routed.num_left:
             if self.observe is not None:
                 self.observe(routed)
             self._note_kept(routed)
             self._end(routed)
-        elif delta.sources and routed.stage is RequestStage.PREFILL:
+        elif routed.stage is RequestStage.PREFILL and any(x.is_held for x in delta.sources):
             if not all(said.token_ids for said in routed.said):
                 raise ProtocolError("offers a prompt before its first tokens are drawn")
             routed.sources = delta.sources
@@ -304,16 +302,6 @@ class Router:
         self._set_open()
         had = []
         for routed in list(self.by_request.values()):
-            borrowing = routed.borrowing
-            if borrowing is not None:
-                waiting = borrowing.waiting
-                if waiting is not None and self.clients[waiting.instance] is client:
-                    had.append(routed)
-                    continue
-                if self.clients[borrowing.run.instance] is client:
-                    self._give_back(routed)
-                    if waiting is not None:
-                        self._begin(routed, waiting)
             # An instance that fetches from it notices that by itself.
             run = routed.decoding or routed.offering
             if run is not None and self.clients[run.instance] is client:
@@ -391,14 +379,14 @@ class Router:
             if kept is not None:  # it is in no batch of prompts there, so others may be bound
                 self._decided.extend(self.dispatcher.look())
                 decision = kept
-        if not self._borrows(routed, decision):
-            self._begin(routed, decision)
+        self._begin(routed, decision)
 
     def _begin(self, routed: RoutedRequest, decision: AssignPrefill | AssignDecode) -> None:
         """Submit a request to the instance that was decided on."""
         every_step = self.observe is not None
         every_step |= routed.listener is not None and routed.listener.every_step
-        name = self._new_name(routed)
+        name = f"{routed.job.job_id}.{next(self._numbers)}"  # that no run had before
+        routed.borrowed = self._kept_elsewhere(routed, decision.instance)
         if isinstance(decision, AssignPrefill):
             run = InstanceRun(routed.prompt_run(name), decision.instance)
             routed.stage, routed.offering, every_step = RequestStage.PREFILL, run, True
@@ -410,10 +398,6 @@ class Router:
             self.clients[run.instance].submit(run.asked, every_step=every_step)
         except FastDecodeError as error:
             self._failed(routed, run, error)
-
-    def _new_name(self, routed: RoutedRequest) -> str:
-        """Return a name that no run had before."""
-        return f"{routed.job.job_id}.{next(self._numbers)}"
 
     def _end(self, routed: RoutedRequest) -> None:
         """Forget a request that is over, or not wanted any more."""
@@ -427,9 +411,6 @@ class Router:
         decided = next((one for one in self._decided if one.job is routed.job), None)
         if decided is not None:
             self._decided.remove(decided)
-        elif routed.borrowing is not None:
-            decided = routed.borrowing.waiting
-        self._give_back(routed)
         self._release(routed)
         if decided is not None:
             is_prompt = isinstance(decided, AssignPrefill)
@@ -457,56 +438,18 @@ class Router:
 
     # Prefixes that other instances keep.
 
-    def _borrows(self, routed: RoutedRequest, decision: AssignPrefill | AssignDecode) -> bool:
-        """Ask another instance first for tokens that it may keep. Return False if none is asked."""
-        prefix = self._kept_elsewhere(routed, decision.instance)
-        if prefix is None:
-            return False
-        keeper, num_tokens = prefix
-        name = self._new_name(routed)
-        run = InstanceRun(routed.prefix_run(name, num_tokens), keeper)
-        self.by_run[name] = routed, run
-        routed.stage, routed.borrowing = RequestStage.BORROWING, Borrowing(run, decision)
-        try:
-            self.clients[keeper].submit(run.asked, every_step=True)
-        except FastDecodeError:
-            self._give_back(routed)
-            return False
-        return True
-
-    def _kept_elsewhere(self, routed: RoutedRequest, instance: int) -> tuple[int, int] | None:
-        """Return another instance, and how many first tokens of a prompt it may keep. None if not
-        many more than this one."""
+    def _kept_elsewhere(self, routed: RoutedRequest, instance: int) -> tuple[KVSource, ...]:
+        """Return where another instance may keep first tokens of a prompt: many more than this one
+        does, or none."""
         request, rooms = routed.request, self.dispatcher.decode
         others = [i for i, room in enumerate(rooms) if room.is_there and i != instance]
         needs_all = routed.sources or request.params.prompt_logprobs is not None
         if needs_all or request.cache.is_off or not others:
-            return None
+            return ()
         kept = self._prefixes.kept(self._prompt_blocks(routed))
-        keeper = max(others, key=lambda other: kept.get(other, 0))
-        num_tokens = kept.get(keeper, 0)
-        least = kept.get(instance, 0) + _LEAST_BORROWED * self._block_size
-        job = DispatchJob(routed.job.job_id, 0, num_tokens)
-        return (keeper, num_tokens) if num_tokens >= least and rooms[keeper].fits(job) else None
-
-    def _lent(self, routed: RoutedRequest, borrowing: Borrowing, delta: Delta) -> None:
-        """Begin a run once the first tokens of its prompt are exported, or refused."""
-        if delta.sources:
-            routed.borrowed = delta.sources
-        elif delta.error is None and delta.finish_reason is None:
-            return  # it has drawn a token, which is not used
-        else:  # it doesn't keep what it was asked for
-            self._prefixes.forget(self._prompt_blocks(routed), borrowing.run.instance)
-            self._give_back(routed)
-        waiting, borrowing.waiting = borrowing.waiting, None
-        if waiting is not None:
-            self._begin(routed, waiting)
-
-    def _give_back(self, routed: RoutedRequest) -> None:
-        """Let go of the tokens that another instance exports."""
-        borrowing, routed.borrowing, routed.borrowed = routed.borrowing, None, ()
-        if borrowing is not None:
-            self._cancel_run(borrowing.run)
+        least = num_offered(kept.get(instance, ())) + _LEAST_BORROWED * self._block_size
+        found = max((kept.get(i, ()) for i in others), key=num_offered)
+        return found if num_offered(found) >= least else ()
 
     def _prompt_blocks(self, routed: RoutedRequest) -> BlockChain:
         """Return those of its prompt, hashed once."""
@@ -523,4 +466,5 @@ class Router:
             return
         prompt = self._prompt_blocks(routed)
         for said in routed.said:
-            self._prefixes.note(prompt.then(said.token_ids), run.instance)
+            self._prefixes.note(prompt.then(said.token_ids), run.instance, said.kept_at)
+            said.kept_at = ()

@@ -30,9 +30,9 @@ from fastdecode.engine.fleet.greeting import greet, limits, offer_for_replicas
 from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.replacements import Replacements
-from fastdecode.engine.fleet.replicas import Replicas
+from fastdecode.engine.fleet.replicas import Replicas, new_session
 from fastdecode.engine.fleet.resharing import Resharing
-from fastdecode.engine.kv_exchange import ExportAddresses, KVExchange
+from fastdecode.engine.kv_exchange import KVExchange, PeerTerms
 from fastdecode.engine.recovery import recovery_of
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.session import Recorder, attach
@@ -170,7 +170,6 @@ class RunningEngine:
             )  # or it is refused
 
     def _start_stages(self, hub: InprocHub[Any, Any], beside: Colocation | None) -> None:
-        """Start the other stages as threads."""
         num_threads = max(1, torch.get_num_threads() // self.resolved.stages_at_once)
         if self.resolved.device.type == "cpu":
             self._opened.callback(torch.set_num_threads, torch.get_num_threads())
@@ -192,6 +191,8 @@ class RunningEngine:
         hello = make_hello(self._checkpoint, self._own_spec, self.resolved, self._ranks)
         if session is not None:
             hello = structs.replace(hello, session=session.number, outlives=config.keeps_blocks)
+        self._reading = new_session() if self._is_instance else 0
+        hello = structs.replace(hello, reading=self._reading)
         deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
         replacements = self._replacements(hello, deadlines)
         resumes = session is not None and session.is_resumed and hello.outlives
@@ -246,7 +247,6 @@ class RunningEngine:
 
     @property
     def _own_spec(self) -> ModelSpec:
-        """The spec of this stage's layers."""
         layers = self.resolved.layers
         return self.spec if len(layers) == 1 else stage_spec(self.spec, layers[0])
 
@@ -358,7 +358,6 @@ class RunningEngine:
         return Engine(s_worker, pipeline, state, recovery, extensions, trace)
 
     def _extensions(self, state: EngineState, times: MeasuredTimes | None) -> list[Extension]:
-        """Return the features that are on."""
         extensions: list[Extension] = []
         if times is not None:
             lanes = state.lifecycle.scheduler.hybrid or lane_control(self.resolved, times)
@@ -369,9 +368,10 @@ class RunningEngine:
         if self._is_instance:
             config = self.resolved.config
             bytes_per_s = (config.instances.fetch_gbps or 0.0) * _GBIT_BYTES
-            timeout_s, num_heads = config.cluster.worker_timeout_s, self.spec.num_kv_heads
-            exports = ExportAddresses(self._address_of, num_heads, bytes_per_s, timeout_s)
-            extensions.append(KVExchange(state, exports))
+            shape = self.spec.num_kv_heads, self.spec.num_layers
+            pace = bytes_per_s, config.cluster.worker_timeout_s
+            terms = PeerTerms(self._address_of, *shape, self._reading, *pace)
+            extensions.append(KVExchange(state, terms))
         if self._session is not None:
             extensions.append(Recorder(self._session, state.lifecycle.sequences))
         return extensions

@@ -41,8 +41,7 @@ class FreeMemory:
     device_total_bytes: int = 0
     graph_node_bytes: int = 0
     """What a kernel in a CUDA graph takes of the GPU, by its driver; 0: not known."""
-    device_name: str = ""
-    """The GPU's, by its driver."""
+    device_name: str = ""  # the GPU's, by its driver
 
     def share(self, number: int) -> FreeMemory:
         """Of one of so many that take as much."""
@@ -55,22 +54,16 @@ class FreeMemory:
 class StepSizes:
     """What an engine's steps are made of."""
 
-    num_lanes: int
-    """Most that there may be."""
-    step_tokens: int
-    """Most rows of a lane's step."""
+    num_lanes: int  # most that there may be
+    step_tokens: int  # most rows of a lane's step
     logit_rows: int
     """Most rows of a step that draw a token, where lanes are fewest."""
-    itemsize: int
-    """Bytes of an activation."""
+    itemsize: int  # bytes of an activation
     weight_itemsize: int | None = None
     """Bytes of a weight. None if it has as many as an activation."""
-    num_shards: int = 1
-    """S-workers that act as one, of which this is one."""
-    num_graphs: int = 0
-    """CUDA graphs that may be captured."""
-    num_kernels: int = 0
-    """In all of these."""
+    num_shards: int = 1  # S-workers that act as one, of which this is one
+    num_graphs: int = 0  # CUDA graphs that may be captured
+    num_kernels: int = 0  # in all of these
     graph_rows: int = 0
     """Most rows of a step that runs as graphs; 0: none does."""
     held_bytes: int = 0
@@ -82,19 +75,15 @@ class StepSizes:
 class KVDemand:
     """The KV cache in this process."""
 
-    on_device: bool
-    """Beside the S-part; else on the host."""
+    on_device: bool  # beside the S-part; else on the host
     num_caches: int
     """R-workers in this process; 0: they are elsewhere, and decide for themselves."""
-    cache_bytes: int | None
-    """Of each; None: what is left."""
-    is_on_both: bool = False
-    """A cache on the device beside those."""
+    cache_bytes: int | None  # of each; None: what is left
+    is_on_both: bool = False  # a cache on the device beside those
     swapped_lanes: int = 0
     """Lanes whose KV is in the host's memory, and two lanes' of it in each
     cache; 0: nothing is swapped."""
-    num_stages: int = 1
-    """That keep their lanes' KV on this host."""
+    num_stages: int = 1  # that keep their lanes' KV on this host
     stored_bytes: int = 0
     """Of KV that a step stores, where that is copied to the host."""
     device_cache_bytes: int | None = None
@@ -107,18 +96,14 @@ class MemoryPlan:
 
     weights_bytes: int
     activation_bytes: int
-    staging_bytes: int
-    """Pinned, on the host."""
-    kv_bytes: int
-    """Of each KV cache in this process."""
+    staging_bytes: int  # pinned, on the host
+    kv_bytes: int  # of each KV cache in this process
     graph_bytes: int = 0
     """CUDA graphs, and the lanes' memory that they work on."""
     device_kv_bytes: int = 0
     """Of the cache on the device, where others are on R-workers."""
-    held_bytes: int = 0
-    """For prompts under way, on the device."""
-    swapped_bytes: int = 0
-    """Of all lanes' KV on the host, of a stage."""
+    held_bytes: int = 0  # for prompts under way, on the device
+    swapped_bytes: int = 0  # of all lanes' KV on the host, of a stage
 
     def __str__(self) -> str:
         parts = (
@@ -279,7 +264,6 @@ def _graph_bytes(spec: ModelSpec, sizes: StepSizes, node_bytes: int) -> int:
 
 
 def _qkv_sizes(spec: ModelSpec, sizes: StepSizes) -> tuple[int, int, int]:
-    """Return the sizes of one rank's q, k and v."""
     q, k, v = (size // sizes.num_shards for size in spec.qkv_sizes)
     return q, k, v
 

@@ -35,35 +35,27 @@ class PlacementHost:
     is_here: bool
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where the KV cache goes, and why, for people; empty: it was asked for."""
-
-    config: EngineConfig
-    why: str = ""
-
-
 def place(
     config: EngineConfig, spec: ModelSpec, identity: Identity, machine: PlacementHost | None
-) -> Placement:
-    """Settle ``kv_placement``.
+) -> tuple[EngineConfig, str]:
+    """Settle ``kv_placement``. Return the options, and why, for people (empty if it was asked for).
 
     Args:
         machine: None: the S-part is on a CPU, or other options are for R-workers alone.
     """
     if config.r_part.kv_placement != "auto":
-        return Placement(config)
+        return config, ""
     if machine is None:
-        return Placement(_with(config, "r"))
+        return _with(config, "r"), ""
     rates = _rates(config, spec, identity, machine)
     for placement in ranking(rates):
         if placement == "gpu" and machine.num_r_workers:
             continue  # with nothing to add, both sides are the GPU alone
         try:
-            return Placement(_with(config, placement), _why(placement, rates, machine))
+            return _with(config, placement), _why(placement, rates, machine)
         except ConfigError:  # an option that was given is not for this placement
             continue
-    return Placement(_with(config, "r"))
+    return _with(config, "r"), ""
 
 
 def _with(config: EngineConfig, placement: str) -> EngineConfig:

@@ -34,22 +34,16 @@ class ResolvedConfig:
 
     config: EngineConfig
     identity: Identity
-    layers: tuple[range, ...]
-    """Layers of each stage."""
-    device: torch.device
-    """This rank's own."""
-    free: FreeMemory
-    """Before anything is loaded."""
+    layers: tuple[range, ...]  # layers of each stage
+    device: torch.device  # this rank's own
+    free: FreeMemory  # before anything is loaded
     r_threads: int
     memory: MemoryPlan
-    schedule: ScheduleOptions
-    """With the number of lanes to start with."""
-    prompts_on_r: bool
-    """Whether R-workers attend prompts."""
+    schedule: ScheduleOptions  # with the number of lanes to start with
+    prompts_on_r: bool  # whether R-workers attend prompts
     lanes: LaneLimits
     """Numbers of lanes that there may ever be; there is memory for the most."""
-    max_graphs: int
-    """CUDA graphs at most; 0: S-steps run as they are."""
+    max_graphs: int  # CUDA graphs at most; 0: S-steps run as they are
     transport: str
     """inproc (R-workers as threads), inline (one in the S-worker's own thread),
     mpi, zmq, or local (the KV cache is on ``device``)."""
@@ -140,8 +134,7 @@ def resolve(
             model's, or the memory doesn't suffice.
     """
     identity = identify(config, spec)
-    placed = place(config, spec, identity, _machine(config, identity, free))
-    config = placed.config
+    config, why_placed = place(config, spec, identity, _machine(config, identity, free))
     placement = config.r_part.kv_placement
     device = choose_device(config.s_part.device, rank)
     transport = transport_of(config)
@@ -192,7 +185,7 @@ def resolve(
         lanes=lanes,
         max_graphs=steps.max_graphs,
         transport=transport,
-        why_placed=placed.why,
+        why_placed=why_placed,
     )
 
 
@@ -217,7 +210,6 @@ def stages_are_ranks(transport: str) -> bool:
 
 
 def kv_spec(config: EngineConfig, spec: ModelSpec, dtype: DType) -> KVSpec:
-    """What holders keep."""
     return KVSpec(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,

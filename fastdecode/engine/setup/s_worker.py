@@ -54,7 +54,6 @@ def load_stage(
 def make_s_worker(
     spec: ModelSpec, model: Model, resolved: ResolvedConfig, ranks: Ranks | None = None
 ) -> SWorker:
-    """The S-worker as it was configured."""
     graphs = prepare(model, resolved, ranks)
     if ranks is not None:
         return ParallelSWorker(spec, model, ranks, graphs, resolved.lanes.most)

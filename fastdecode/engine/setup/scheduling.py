@@ -73,18 +73,15 @@ class Steps:
 
     config: EngineConfig
     spec: ModelSpec
-    dtype: DType
-    """Dtype of activations."""
+    dtype: DType  # dtype of activations
     transport: str
     free: FreeMemory
     uses_graphs: bool
     held_token_bytes: int = 0
     """K and V of a token of a prompt that the S-worker attends and R-workers
     hold; 0: they attend prompts, or the device can't hold their dtype."""
-    num_stages_here: int = 1
-    """Stages that share the memory of this one's device."""
-    num_stages_on_host: int = 1
-    """Stages that share this host's memory."""
+    num_stages_here: int = 1  # stages that share the memory of this one's device
+    num_stages_on_host: int = 1  # stages that share this host's memory
     kv_token_bytes: int = 0
     """K and V of a token that this S-worker's device keeps."""
     usual_lanes: int = 1
@@ -136,7 +133,9 @@ class Steps:
         fit = _CLOSED_BYTES // (row_elements * self.dtype.size_bytes)
         closed_rows = max(1, min(fit, ScheduleOptions.max_closed_rows))
         schedule = ScheduleOptions(batching, config.r_part.split_tokens, closed_rows)
-        graphs = self._lane_graphs(lanes.most)
+        graphs: tuple[LaneGraphs, ...] = ()
+        if self.uses_graphs:
+            graphs = lane_graphs(config, self.spec.num_layers, lanes.most)
         buckets = Buckets.choose(graphs, self.max_graphs)
         # Of one prompt as long as they may be, or of several steps' prompts, if one may take
         # several steps.
@@ -191,11 +190,6 @@ class Steps:
         total = self.free.device_total_bytes
         each = max(GRAPH_BYTES, UNIT_KERNELS * self.free.graph_node_bytes)
         return min(MAX_GRAPHS, total // _GRAPHS_SHARE // each) if total else MAX_GRAPHS
-
-    def _lane_graphs(self, num_lanes: int) -> tuple[LaneGraphs, ...]:
-        if not self.uses_graphs:
-            return ()
-        return lane_graphs(self.config, self.spec.num_layers, num_lanes)
 
 
 def lane_graphs(config: EngineConfig, num_layers: int, num_lanes: int) -> tuple[LaneGraphs, ...]:
@@ -264,6 +258,7 @@ def schedule_for(
         opening_steps=0 if at_once else 1,
         hybrid=_hybrid_options(resolved, holders),
         keeps_blocks=resolved.config.keeps_blocks,
+        hands_over=is_instance,
         cache_policy=Retention(block_size, costs_of(spec)),
         window=_window(resolved, spec, is_instance=is_instance),
         swap_threshold=resolved.config.cache.swap_threshold,

@@ -64,7 +64,6 @@ class StageSetup:
 
     @property
     def own_spec(self) -> ModelSpec:
-        """The spec of its layers."""
         return stage_spec(self.spec, self.resolved.layers[self.number])
 
     def hello(self, num_columns: int) -> StageHello:
@@ -133,7 +132,8 @@ class StageSetup:
         if asked is None:
             return
         session = asked.session or greeting.session
-        greeting = replace(greeting, session=session, outlives=bool(asked.session))
+        kept = {"session": session, "outlives": bool(asked.session)}
+        greeting = replace(greeting, **kept, reading=asked.reading)
         addresses = () if isinstance(fleet, GroupPool) else workers.addresses
         with typed_start():
             blocks = self._greet(workers, fleet, replace(greeting, resumes=asked.resumes))
@@ -198,7 +198,8 @@ def _await_hello(setup: StageSetup, fleet: HolderPool, links: StageLinks) -> Sta
     expected = setup.hello(len(fleet))
     if (
         not isinstance(hello, StageHello)
-        or replace(hello, num_lanes=expected.num_lanes, session=0, resumes=False) != expected
+        or replace(hello, num_lanes=expected.num_lanes, session=0, resumes=False, reading=0)
+        != expected
         or not 1 <= hello.num_lanes <= MAX_LANES
         or rest
     ):
@@ -224,9 +225,8 @@ def greet_stages(
     """
     assert isinstance(fleet, ColumnPool)
     kept = hello.session if hello.outlives else 0
-    hellos = {
-        x.number: replace(x.hello(len(fleet)), session=kept, resumes=hello.resumes) for x in setups
-    }
+    same = {"session": kept, "resumes": hello.resumes, "reading": hello.reading}
+    hellos = {x.number: replace(x.hello(len(fleet)), **same) for x in setups}
     later = fleet.later
     with links.patient():
         later.greet(hellos)

@@ -42,8 +42,7 @@ REACH_TIMEOUT_S = 20.0  # for R-workers that are being started at the same time
 class Reached:
     """R-workers that have been reached, or what is in their place."""
 
-    hub: RHub
-    """One connection a holder."""
+    hub: RHub  # one connection a holder
     close: Callable[[Collection[int], float], None]
     """Stop them all and let go of them, once. ``(lost, timeout_s)``: those that
     are lost aren't waited for, they may hang for ever. Raises WorkerError: one
@@ -88,7 +87,6 @@ class Reached:
 
     @property
     def greeting(self) -> str:
-        """What is being done before the first step, for people."""
         peers = [connection.peer for connection in self._r_workers]
         if self.kind is HolderKind.DEVICE:
             return f"no R-workers: {', '.join(peers)}"

@@ -15,7 +15,6 @@ from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.groups import CacheGroup
 from fastdecode.engine.fleet.replacements import Replacements, limited
-from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.pool import ColumnPool
 from fastdecode.engine.step.batch import StepBatch
 from fastdecode.wire.messages import Activations, Hello, Welcome
@@ -74,10 +73,8 @@ class FirstStageForward:
     that draw a token come home.
     """
 
-    def __init__(
-        self, step: LaneStep, later: StageLinks, output: Fetched, fleet: ColumnPool
-    ) -> None:
-        self._step, self._later, self._fleet = step, later, fleet
+    def __init__(self, step: LaneStep, output: Fetched, fleet: ColumnPool) -> None:
+        self._step, self._later, self._fleet = step, fleet.later, fleet
         self.copy = output
         self._is_sent = False
         self.reports: list[StageDone] = []
@@ -124,14 +121,14 @@ class FirstStage:
     has_orders = False
 
     def __init__(self, s_worker: SWorker, fleet: ColumnPool) -> None:
-        self._s_worker, self._later, self._fleet = s_worker, fleet.later, fleet
+        self._s_worker, self._fleet = s_worker, fleet
 
     def leave(self, step: LaneStep) -> FirstStageForward:
         output = self._s_worker.to_host(step.forward.output, step.lane)
-        return FirstStageForward(step, self._later, output, self._fleet)
+        return FirstStageForward(step, output, self._fleet)
 
     def take_done(self) -> list[StageDone]:
-        return self._later.take_done()
+        return self._fleet.later.take_done()
 
 
 def columns_of(columns: Collection[int]) -> NDArray[np.int32]:
@@ -189,7 +186,6 @@ class ColumnReplacements:
         self._greeting.discard(HolderId(worker))
 
     def _is_vacant(self, group: CacheGroup) -> bool:
-        """Whether a member is lost that has no replacement."""
         members = self._fleet.of_stages
         lost = filter(members.is_lost, group.shards)
         has_places = bool(self._places.timeout_s)

@@ -173,7 +173,6 @@ class LaterStage:
             self._pipeline.lose(column)
 
     def _launch(self) -> None:
-        """Start the steps whose lanes are idle."""
         later: deque[StagePass] = deque()
         for passed in self._waiting:
             if passed.lane in self._pipeline.idle:

@@ -51,8 +51,7 @@ class StageLinks:
         self._stages = tuple(connections)
         self.is_asked = is_asked
         self._heard: deque[tuple[int, FromAnyStage]] = deque()
-        self.gone: set[int] = set()
-        """Stages that nothing reaches any more."""
+        self.gone: set[int] = set()  # stages that nothing reaches any more
         self.num_columns = 0  # of R-workers
         self._owed: PendingReplies
         self._first: int
@@ -79,7 +78,6 @@ class StageLinks:
         return self._owed.within(usual.at_least(LOADING_TIMEOUT_S, LOADING_SILENCE_S))
 
     def _index(self, stage: int) -> int:
-        """Return the index of a stage, as a peer."""
         return self._first + self._stages.index(stage)
 
     def _stage(self, index: int) -> int:
@@ -147,7 +145,6 @@ class StageLinks:
 
     @property
     def are_welcome(self) -> bool:
-        """True if later stages have answered to the first greeting."""
         return bool(self._welcomes)
 
     def greet(self, hellos: Mapping[int, StageHello]) -> None:

@@ -165,10 +165,7 @@ class StagePool(WorkerPool):
         self._stages.tell(stage, self._places(named, holder, column))
 
     def lose(self, holder: HolderId, error: FastDecodeError) -> None:
-        self._give_up_worker(self.placement[holder], error)
-
-    def _give_up_worker(self, index: int, error: FastDecodeError) -> None:
-        """Give up an R-worker; a later stage is notified of its own."""
+        index = self.placement[holder]
         if index >= self._first_relayed and index not in self.gone:
             stage, column = self.origin(index)
             self._stages.tell(stage, ColumnLost(column, error.code, error.message))
@@ -194,20 +191,16 @@ class StagePool(WorkerPool):
         ):
             self._stages.keep(stage, said)
         elif isinstance(said, ColumnLost):
-            self._take_lost(stage, said)
+            member = self._member_of(stage, said.column)
+            self.has_replacement.pop(member, None)
+            error = WorkerError(f"{stage_name(stage)}: {said.message}", code=said.code)
+            super()._lose(member, error)
         elif isinstance(said, ColumnReady | ColumnVacant):
             member = self.member(stage, said.column)
             self.has_replacement[member] = isinstance(said, ColumnReady)
         else:
             return self._take_relayed(stage, said)
         return None
-
-    def _take_lost(self, stage: int, lost: ColumnLost) -> None:
-        """A stage has lost an R-worker."""
-        member = self._member_of(stage, lost.column)
-        self.has_replacement.pop(member, None)
-        error = WorkerError(f"{stage_name(stage)}: {lost.message}", code=lost.code)
-        super()._lose(member, error)
 
     def _take_relayed(self, stage: int, said: OfMember) -> tuple[HolderId, Answer] | None:
         """An answer, or a report, of a later stage's R-worker.
@@ -301,20 +294,24 @@ class ColumnPool(GroupPool):
         *,
         shares_heads: bool = False,
     ) -> None:
-        shards = column_shards(members, dict(enumerate(layers)))
+        shards = [
+            {members.member(stage, column): Shard(layers=x) for stage, x in enumerate(layers)}
+            for column in range(members.num_columns)
+        ]
         if shares_heads:
-            here, *elsewhere = shards[0].items()
-            super().__init__(
-                members,
-                [dict(elsewhere)],
-                lambda pool, hello: {**_with_layers(pool, hello, here[1]), **dict(elsewhere)},
-            )
+            (_, own), *others = shards[0].items()
+            elsewhere = dict(others)
+
+            def share_out(pool: WorkerPool, hello: Hello) -> dict[HolderId, Shard]:
+                shared = share_out_heads(pool, hello)  # by R-workers of this stage
+                here = {x: replace(own, heads=shard.heads) for x, shard in shared.items()}
+                return {**here, **elsewhere}
+
+            super().__init__(members, [elsewhere], share_out)
         else:
             super().__init__(members, shards)
-        self.of_stages: Final = members
-        """All members; later stages' are among them."""
-        self.later: Final = stages
-        """The stages behind this one."""
+        self.of_stages: Final = members  # all members; later stages' are among them
+        self.later: Final = stages  # the stages behind this one
 
     def _begin(self, group: CacheGroup, hello: Hello) -> None:
         # The first greeting goes to this stage's members; each later stage does its own.
@@ -322,17 +319,3 @@ class ColumnPool(GroupPool):
         if group.greets_all:
             self.of_stages.begin_greeting(group.shards)
         super()._begin(group, hello)
-
-
-def _with_layers(pool: WorkerPool, hello: Hello, own: Shard) -> dict[HolderId, Shard]:
-    """The heads of each R-worker of this stage, whose shard is ``own``."""
-    shared = share_out_heads(pool, hello)
-    return {member: replace(own, heads=shard.heads) for member, shard in shared.items()}
-
-
-def column_shards(members: StagePool, layers: Mapping[int, range]) -> list[dict[HolderId, Shard]]:
-    """The members of each column, with what they keep; ``layers``: of each stage."""
-    return [
-        {members.member(stage, column): Shard(layers=each) for stage, each in layers.items()}
-        for column in range(members.num_columns)
-    ]

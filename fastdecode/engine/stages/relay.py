@@ -24,10 +24,7 @@ from fastdecode.wire.blocks import (
     Accepted,
     Done,
     DropCache,
-    ExportSequence,
     Inventory,
-    Pull,
-    Pulled,
     Refused,
     Replicate,
     Restore,
@@ -48,7 +45,7 @@ from fastdecode.wire.stages import (
 )
 from fastdecode.wire.traits import THE_ONLY
 
-Relayed: TypeAlias = Room | Replicate | Restore | ExportSequence | Pull | TakeOver | DropCache
+Relayed: TypeAlias = Room | Replicate | Restore | TakeOver | DropCache
 """What the first stage sends a later one's R-worker."""
 
 
@@ -61,8 +58,7 @@ class ColumnRegreeting:
         most_blocks: of each; none: as many as it has.
     """
 
-    forgets_answers = False
-    """To what its R-workers were asked before."""
+    forgets_answers = False  # to what its R-workers were asked before
 
     def __init__(
         self,
@@ -194,7 +190,6 @@ class Relay:
 
     @property
     def awaits_replacements(self) -> bool:
-        """Whether an R-worker is lost that may be replaced."""
         return self._regreeting is not None and bool(self._gone)
 
     def obey(self, message: FromAnyStage) -> None:
@@ -238,7 +233,8 @@ class Relay:
         losses = []
         for column, answer in news:
             if isinstance(answer, Accepted | Refused):
-                self._links.tell(FIRST_STAGE, _answer(column, answer))
+                why = (answer.code, answer.message) if isinstance(answer, Refused) else ("", "")
+                self._links.tell(FIRST_STAGE, StageAnswer(column, answer.sequence_id, *why))
             elif isinstance(answer, TakenOver):
                 self._links.tell(
                     FIRST_STAGE, ColumnTakenOver(column, answer.num_tokens, answer.is_kept)
@@ -248,7 +244,7 @@ class Relay:
             else:
                 losses.append((column, answer))
         for moved in self._pool.take_moves():
-            if isinstance(moved, Done | Inventory | Pulled):
+            if isinstance(moved, Done | Inventory):
                 self._links.tell(FIRST_STAGE, moved)
         for replicated in self._members.take_replications():
             self._links.tell(FIRST_STAGE, replicated)
@@ -301,9 +297,3 @@ class Relay:
         if not 0 <= column < num_columns:
             raise ProtocolError(f"there is no column {column}: there are {num_columns}")
         return HolderId(column)
-
-
-def _answer(column: HolderId, answer: Accepted | Refused) -> StageAnswer:
-    if isinstance(answer, Refused):
-        return StageAnswer(column, answer.sequence_id, answer.code, answer.message)
-    return StageAnswer(column, answer.sequence_id, "", "")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.blocks import FetchChunk, StoreChunk
+from fastdecode.wire.blocks import FetchChunk, ReadBlocks, StoreChunk
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.codec import Array
 from rworker.stream.chunks import ChunkShape, layout_of, sides_of, slots_of
@@ -61,7 +61,7 @@ class DeviceMemory:
         for part in self._parts:
             self._rows(part, block).zero_()
 
-    def read_chunk(self, request: FetchChunk, places: NDArray[np.int64]) -> Array:
+    def read_chunk(self, request: FetchChunk | ReadBlocks, places: NDArray[np.int64]) -> Array:
         """A chunk's data, uint8 [B]. It holds for as long as it is referred to.
 
         Args:
@@ -118,7 +118,9 @@ class DeviceMemory:
         """Of a block, in one layer."""
         return 2 * self._block_size * part[0, 0, 0].nbytes
 
-    def _there(self, chunk: FetchChunk | StoreChunk, places: NDArray[np.int64]) -> Tensor:
+    def _there(
+        self, chunk: FetchChunk | ReadBlocks | StoreChunk, places: NDArray[np.int64]
+    ) -> Tensor:
         """Slots on the device."""
         slots = torch.from_numpy(slots_of(chunk.form, places, self._block_size))
         return to_device(slots, self._cache.pool.device, self._gpu)

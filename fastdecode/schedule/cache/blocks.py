@@ -178,6 +178,11 @@ class Index:
             return False
         return bool(block.memory) or (block.below is Below.STORED and self.pays)
 
+    def may_start_with(self, key: bytes) -> bool:
+        """Return True unless memory has a block with this key that no sequence may start with."""
+        block = self._blocks.get(key)
+        return block is None or block.memory is not Memory.VOID
+
     def num_leading(self, keys: Iterable[bytes]) -> int:
         """Count how many of a chain's first blocks a sequence can start with."""
         return sum(1 for _ in takewhile(self.is_usable, keys))
@@ -359,21 +364,23 @@ class Index:
                 self._update(block)
 
     def begin_fetch(
-        self, keys: Iterable[bytes], before: Iterable[bytes | None], job: int
-    ) -> list[bytes]:
-        """Let those of a chain's usable blocks arrive that are not in memory. Return their keys.
+        self, keys: Iterable[bytes], before: Iterable[bytes | None], ends: Iterable[int]
+    ) -> list[Block]:
+        """Let those of a chain's blocks arrive that are not in memory. Return them: the caller
+        says which job fetches each.
 
         Args:
             before: key of the block before each.
+            ends: tokens up to each block's end, of blocks that are not known.
         """
         missing = []
-        for key, parent in zip(keys, before, strict=True):
+        for key, parent, num_tokens in zip(keys, before, ends, strict=False):
             if key not in self:
-                block = self._add(key, parent, self._blocks[key].num_tokens)
-                block.memory, block.job, block.was_hit = Memory.ARRIVING, job, True
+                block = self._add(key, parent, num_tokens)
+                block.memory, block.was_hit = Memory.ARRIVING, True
                 self._num_there += 1
                 self._update(block)
-                missing.append(key)
+                missing.append(block)
         return missing
 
     def begin_store(self, count: int, job: int, now_s: float) -> tuple[list[Block], list[bytes]]:

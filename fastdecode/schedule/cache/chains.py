@@ -16,17 +16,26 @@ class Chains:
 
     Args:
         block_size: tokens in a block.
-        are_on: blocks are cached. If False, none has a key.
+        are_on: blocks may have keys.
+        are_shared: sequences start with blocks that others have left. If False, only sequences
+            that come from another engine, or go to one, have keys.
     """
 
-    def __init__(self, block_size: int, *, are_on: bool) -> None:
+    def __init__(self, block_size: int, *, are_on: bool, are_shared: bool = True) -> None:
         self.are_on: Final = are_on
+        self._are_shared = are_on and are_shared
         self._block_size = block_size
         self._keys: dict[SequenceId, list[bytes]] = {}
 
     def is_shared(self, sequence: Sequence) -> bool:
         """Return True if a sequence starts with others' blocks, and leaves its own to them."""
-        return self.are_on and not sequence.request.cache.is_off
+        return self._are_shared and not sequence.request.cache.is_off
+
+    def is_named(self, sequence: Sequence) -> bool:
+        """Return True if a sequence's blocks have keys, which other engines may know."""
+        request = sequence.request
+        is_moved = self.are_on and (request.hands_over or bool(request.sources))
+        return is_moved or self.is_shared(sequence)
 
     def keys(self, sequence: Sequence, num_blocks: int | None = None) -> list[bytes]:
         """Return the keys of a sequence's first blocks, or of all that its tokens fill."""

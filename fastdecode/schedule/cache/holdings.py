@@ -6,6 +6,8 @@ Which holder has which block is decided here, on the S-worker: holders learn it 
 of use: a sequence starts with both, and runs the tokens of its **gap** first, together with those
 that are new. Split sequences have no gaps: of their blocks only ends are evicted.
 
+A sequence that is handed over **offers** its blocks: it uses them, by their keys, until its end.
+
 A conversation's turn that is answered leaves all of its blocks, also its **tail**, the last one,
 which is not full. It has a lease on them until the next turn is answered.
 """
@@ -15,14 +17,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
-from fastdecode.core.holders import HolderId, Part, PartId, Residence, SequenceId
+from fastdecode.core.holders import HolderId, Part, PartId, Residence, SequenceId, num_offered
 from fastdecode.core.resuming import HeldSequence
 from fastdecode.core.sequence import Sequence, shifted
 from fastdecode.schedule.cache.chains import Chains
-from fastdecode.schedule.cache.reuse import Reuse, reuses
+from fastdecode.schedule.cache.reuse import Reuse, offered, reuses
 from fastdecode.schedule.cache.stock import Stock
 
 
@@ -41,6 +43,8 @@ class _HeldPart:
     """Place of the first of those."""
     tail: bytes | None = None
     """Key of the block that is copied when the sequence's first token runs."""
+    beside: list[bytes] = field(default_factory=list)
+    """Keys of blocks that it offers, and of which it has a copy of its own."""
     is_turns_tail: bool = False
     """That block is the tail of the turn before this one."""
     is_lost: bool = False
@@ -53,8 +57,13 @@ class _HeldPart:
     @property
     def keys(self) -> list[bytes]:
         """Keys of all blocks that it uses, in the order of its tokens."""
-        keys = [name for name in self.names if name is not None] + self.behind
+        keys = [name for name in self.names if name is not None] + self.behind + self.beside
         return keys if self.tail is None else [*keys, self.tail]
+
+    @property
+    def num_copied(self) -> int:
+        """Count the blocks that it uses, and of which it has, or will have, a copy of its own."""
+        return len(self.beside) + (self.tail is not None)
 
     def next_blocks(self, num_full: int) -> range:
         """Return the blocks among the first ``num_full`` that have no name yet, those before a gap
@@ -79,15 +88,22 @@ class Holdings:
     Args:
         stock: the cached blocks of all holders.
         keeps_blocks: blocks outlive their sequences.
+        hands_over: sequences may go to other engines, or come from there.
     """
 
-    def __init__(self, stock: Stock, *, keeps_blocks: bool = False) -> None:
+    def __init__(
+        self, stock: Stock, *, keeps_blocks: bool = False, hands_over: bool = False
+    ) -> None:
         self.stock: Final = stock
         self.block_size: Final = stock.block_size
-        self.chains: Final = Chains(stock.block_size, are_on=keeps_blocks)
+        self.chains: Final = Chains(
+            stock.block_size, are_on=keeps_blocks or hands_over, are_shared=keeps_blocks
+        )
         self._held: dict[SequenceId, list[_HeldPart]] = {}
         self._answered: set[SequenceId] = set()  # turns of conversations that were answered
-        self._num_copied = Counter[HolderId]()  # ``tail`` of running sequences' parts
+        self._passing: dict[SequenceId, tuple[HolderId, bytes]] = {}
+        """Tails with which running sequences are handed over. No other starts with them."""
+        self._num_copied = Counter[HolderId]()  # of running sequences' parts
         self._ends: dict[bytes | None, set[int]] = {}
         """Where chains of resumed sessions end in a tail: key of the block before → tokens."""
         self.computing: Final[dict[SequenceId, set[bytes]]] = {}
@@ -144,13 +160,16 @@ class Holdings:
 
     def begin(self, sequence: Sequence, residence: Residence, reuse: Reuse | None) -> None:
         """Start a sequence, with cached blocks or none."""
-        if not self.chains.is_shared(sequence):
+        if not self.chains.is_named(sequence):
             return
         parts = self._held[sequence.sequence_id] = _held(residence)
         missing = self.chains.keys(sequence)
         if reuse is not None:
             missing = self._start_with(parts, reuse, missing)
-        if missing:
+            last = parts[len(reuse.keys) - 1]
+            if last.tail is not None and num_offered(reuse.sources) % self.block_size:
+                self._passing[sequence.sequence_id] = last.holder, last.tail
+        if missing and self.chains.is_shared(sequence):
             self.computing[sequence.sequence_id] = set(missing)
         num_hit = 0 if reuse is None else reuse.num_tokens
         self.stock.fresh.started(missing, len(sequence.token_ids), num_hit)
@@ -164,7 +183,8 @@ class Holdings:
             before = [keys[first - 1] if first else None, *used[:-1]]
             if gap:
                 before[own_gap.start] = keys[gap.stop - 1]
-            self.stock.fetch(part.holder, used, before)
+            at = part.part.first_token, num_offered(reuse.sources)
+            self.stock.fetch(part.holder, used, before, reuse.sources, *at)
             self.stock[part.holder].use(used, as_hit=True)
             split = own_gap.start if gap else len(used)
             part.names, part.behind = list(used[:split]), list(used[split:])
@@ -185,18 +205,24 @@ class Holdings:
         self, sequence: Sequence, residence: Residence, parent: Sequence, num_tokens: int
     ) -> None:
         """Start a sequence with the first ``num_tokens`` tokens of a running one."""
-        if not self.chains.is_shared(sequence):
+        if not self.chains.is_named(sequence):
             return
         parts = self._held[sequence.sequence_id] = _held(residence)
         theirs = self._held.get(parent.sequence_id)
         for place, part in enumerate(parts):
             num_full = part.num_full(num_tokens, self.block_size)
             names = theirs[place].names[:num_full] if theirs is not None and num_full else []
-            part.names = names + [None] * (num_full - len(names))
+            if self.chains.is_shared(sequence):  # else it names its blocks when it is handed over
+                names += [None] * (num_full - len(names))
+            part.names = names
             self.stock[part.holder].use(part.keys, as_hit=False)
 
     def keep(self, sequence: Sequence) -> None:
-        """Cache the full blocks of a running sequence that is not stepping."""
+        """Cache the full blocks of a running sequence that is not stepping, for others."""
+        if self.chains.is_shared(sequence):
+            self._name(sequence)
+
+    def _name(self, sequence: Sequence) -> None:
         for part in () if sequence.is_spoilt else self._held.get(sequence.sequence_id, ()):
             num_full = part.num_full(sequence.num_cached, self.block_size)
             while not part.is_lost and (blocks := part.next_blocks(num_full)):
@@ -210,9 +236,71 @@ class Holdings:
                     if not coming:
                         del self.computing[sequence.sequence_id]
 
+    def offered(self, sequence: Sequence, holders: Seq[HolderId], sizes: Seq[int]) -> Reuse:
+        """Return what a sequence starts with whose first tokens other engines keep.
+
+        Args:
+            holders: where its parts are to be.
+            sizes: tokens to reserve for each part.
+        """
+        num_tokens, end = self.num_offered(sequence), num_offered(sequence.sources)
+        if num_tokens % self.block_size:
+            keys = self.chains.with_tail(sequence, end)[: -(-end // self.block_size)]
+        else:
+            keys = self.chains.keys(sequence, num_tokens // self.block_size)
+        return offered(
+            self.stock, keys, holders, sizes, num_tokens, self.block_size, sequence.sources
+        )
+
+    def num_offered(self, sequence: Sequence) -> int:
+        """Count the tokens with which a sequence could start that other engines keep: whole blocks,
+        unless its prompt is held for it, or they are the turn before. One token has to run."""
+        most = min(num_offered(sequence.sources), len(sequence.token_ids) - 1)
+        is_held = all(source.is_held for source in sequence.sources)
+        has_tail = is_held or most == sequence.request.cache.turn
+        return most if has_tail else most - most % self.block_size
+
+    def offer(self, sequence: Sequence) -> int:
+        """Name all blocks of a running sequence whose parts are closed now, so that other engines
+        can read them. It uses them until its end.
+
+        Returns:
+            How many of its first tokens these are.
+        """
+        self._name(sequence)
+        size, num_tokens = self.block_size, sequence.num_cached
+        keys = self.chains.with_tail(sequence, num_tokens)
+        for part in self._held[sequence.sequence_id]:
+            first = part.part.first_token // size
+            own = keys[first : first + part.num_full(num_tokens, size)]
+            if part.end is None and num_tokens % size:
+                own, before = keys[first:], keys[-2] if len(keys) - 1 > first else None
+                is_new = self.stock.name_tail(part.part, own[-1], before, num_tokens)
+                part.names.append(own[-1] if is_new else None)
+                self._passing[sequence.sequence_id] = part.holder, own[-1]
+            part.beside = [x for x, name in zip(own, part.names, strict=True) if name is None]
+            self._num_copied[part.holder] += len(part.beside)
+            self.stock[part.holder].use(part.beside, as_hit=False)
+            for place, key in enumerate(own):
+                if not self.stock[part.holder].may_start_with(key):
+                    return (first + place) * size
+        return num_tokens
+
+    def kept(self, sequence: Sequence) -> tuple[Part, ...]:
+        """Return the parts of a running sequence, with the tokens that they leave to others."""
+        residence = sequence.residence
+        if residence is None or sequence.is_spoilt or not self.chains.is_shared(sequence):
+            return ()
+        end = sequence.num_cached
+        if sequence.sequence_id not in self._answered:
+            end -= end % self.block_size
+        counts = [(part, min(end, part.end) - part.first_token) for part in residence.parts]
+        return tuple([replace(part, num_tokens=count) for part, count in counts if count > 0])
+
     def answered(self, sequence: Sequence) -> None:
         """Note that a running sequence has come to its end."""
-        if sequence.request.cache.turn is not None and not sequence.is_spoilt:
+        is_turn = sequence.request.cache.turn is not None and self.chains.is_shared(sequence)
+        if is_turn and not sequence.is_spoilt:
             self._answered |= self._held.keys() & {sequence.sequence_id}
 
     def end(self, sequence: Sequence) -> None:
@@ -223,9 +311,13 @@ class Holdings:
             self._answered.remove(sequence.sequence_id)
             self._end_turn(sequence, parts)
         for part in parts:
-            self._num_copied[part.holder] -= part.tail is not None
+            self._num_copied[part.holder] -= part.num_copied
             self.stock.release(part.holder, part.keys, for_good=sequence.is_spoilt)
             self.stock.drop_unseen(part.holder, part.keys, sequence.num_cached)
+            if not self.chains.is_shared(sequence):
+                self.stock.drop(part.holder, part.keys)
+        if (tail := self._passing.pop(sequence.sequence_id, None)) is not None:
+            self.stock.drop(tail[0], [tail[1]])
 
     def _end_turn(self, sequence: Sequence, parts: Seq[_HeldPart]) -> None:
         """Cache an answered turn to its last token, and end the lease of the turn before."""
@@ -332,7 +424,8 @@ class Holdings:
         self.stock.lose(holder)
         del self._num_copied[holder]
         for part in self._parts_on(holder):
-            part.names, part.behind, part.tail, part.is_lost = [], [], None, True
+            part.names, part.behind, part.beside = [], [], []
+            part.tail, part.is_lost = None, True
 
     def check_invariants(self, running: Iterable[SequenceId]) -> None:
         """Recount. ``running``: the running sequences."""
@@ -341,7 +434,7 @@ class Holdings:
         for holder, used in zip(self.stock.holders, users, strict=True):
             for part in self._parts_on(holder):
                 used.update(part.keys)
-            num_copied = sum(part.tail is not None for part in self._parts_on(holder))
+            num_copied = sum(part.num_copied for part in self._parts_on(holder))
             assert num_copied == self._num_copied[holder], "copied blocks are miscounted"
         assert self._answered | self.computing.keys() <= self._held.keys()
         assert all(self.computing.values())

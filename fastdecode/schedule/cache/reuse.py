@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from fastdecode.core.holders import HolderId
+from fastdecode.core.holders import HolderId, KVSource, num_offered
 from fastdecode.core.sequence import NOTHING
 from fastdecode.schedule.cache.blocks import Index
 from fastdecode.schedule.cache.stock import Stock
@@ -35,6 +35,46 @@ class Reuse:
     """Tokens that are missing, whole blocks, with others behind them that are there."""
     first_token: int = 0
     """No layer sees the tokens before it, whole blocks. They needn't be there."""
+    sources: tuple[KVSource, ...] = ()
+    """Other engines' R-workers that keep what is missing of these blocks."""
+
+
+def offered(
+    stock: Stock,
+    keys: Seq[bytes],
+    holders: Seq[HolderId],
+    sizes: Seq[int],
+    num_tokens: int,
+    block_size: int,
+    sources: tuple[KVSource, ...],
+) -> Reuse:
+    """Return what a sequence starts with that other engines keep: ``num_tokens``, or those before
+    a block that a holder has under its key, and that no sequence may start with.
+
+    Args:
+        keys: blocks of the sequence's first tokens; the last one may not be full.
+        holders: where its parts are to be.
+        sizes: tokens to reserve for each part.
+    """
+    parts: list[Seq[bytes]] = []
+    first = 0
+    for holder, num_blocks in zip(holders, (-(-size // block_size) for size in sizes), strict=True):
+        own = keys[first : first + num_blocks]
+        good = list(itertools.takewhile(stock[holder].may_start_with, own))
+        if good:
+            parts.append(good)
+        first += len(good)
+        if len(good) < num_blocks:
+            break
+    num_tokens = min(num_tokens, first * block_size)
+    return Reuse(
+        tuple(holders[: len(parts)]),
+        tuple(map(tuple, parts)),
+        num_tokens,
+        {},
+        min(first, num_offered(sources) // block_size),
+        sources=sources,
+    )
 
 
 def reuses(

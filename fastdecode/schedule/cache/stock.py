@@ -14,22 +14,24 @@ from typing import Final
 import numpy as np
 
 from fastdecode.core.clock import Clock
-from fastdecode.core.holders import HolderId, Part, PartId
-from fastdecode.schedule.cache.blocks import Index, Memory, Window
+from fastdecode.core.holders import HolderId, KVSource, Part, PartId
+from fastdecode.schedule.cache.blocks import Block, Index, Memory, Window
 from fastdecode.schedule.cache.fresh import FreshMemory
 from fastdecode.schedule.cache.rates import Rates, TierCounts, most_stored
 from fastdecode.schedule.cache.retention import Policy, Retention
 from fastdecode.schedule.plan import Send
-from fastdecode.wire.blocks import Fetch, Forget, Name, Retain, words_of
+from fastdecode.wire.blocks import MOST_MOVED, Fetch, Forget, Name, Retain, words_of
 
 
 @dataclass(frozen=True)
 class Job:
-    """Blocks of a holder that move between its tiers."""
+    """Blocks of a holder that move between its tiers, or come from other engines."""
 
     holder: HolderId
     keys: tuple[bytes, ...]
     is_fetch: bool
+    source: tuple[KVSource, ...] = ()
+    """R-workers that it reads. Empty for the lower tier."""
 
 
 class Stock:
@@ -71,6 +73,8 @@ class Stock:
         self.rates = Rates(block_size)
         self.counts = TierCounts()
         self.fresh = FreshMemory(block_size)
+        self.peer_terms: tuple[float, float] = (60.0, 0.0)
+        """Time-out in seconds, and bytes per second, of fetches from other engines (``Fetch``)."""
 
     @property
     def holders(self) -> list[HolderId]:
@@ -124,12 +128,20 @@ class Stock:
             before: key of the part's block before it, if there is one.
             num_tokens: tokens up to its end.
         """
-        index = self._indices[part.holder]
-        if key not in index:
-            index.name(key, before, num_tokens, is_tail=True)
+        if self.name_tail(part, key, before, num_tokens):
+            index = self._indices[part.holder]
             index.want([key])
             index.release([key], self.now_s())
-            self._tails[part.part_id] = key
+
+    def name_tail(self, part: Part, key: bytes, before: bytes | None, num_tokens: int) -> bool:
+        """Do the same for a sequence that still uses it. Return False if another block has the
+        key."""
+        index = self._indices[part.holder]
+        if key in index:
+            return False
+        index.name(key, before, num_tokens, is_tail=True)
+        self._tails[part.part_id] = key
+        return True
 
     def take_tail(self, part_id: PartId) -> bytes | None:
         """Return the key for the last block of a part that is closed now, if it is cached."""
@@ -199,17 +211,46 @@ class Stock:
         index.stock(num_slots, blocks, self.now_s())
         self.counts.num_found += len(blocks)
 
-    def fetch(self, holder: HolderId, keys: Seq[bytes], before: Seq[bytes | None]) -> None:
-        """Fetch those usable blocks that are not in memory. There is room.
+    def fetch(
+        self,
+        holder: HolderId,
+        keys: Seq[bytes],
+        before: Seq[bytes | None],
+        sources: Seq[KVSource] = (),
+        first_token: int = 0,
+        num_tokens: int = 0,
+    ) -> None:
+        """Fetch those blocks of a chain that are not in memory: what the lower tier has from
+        there, the rest from ``sources``. There is room.
 
         Args:
             before: key of the block before each.
+            first_token: first token of the chain.
+            num_tokens: tokens up to the end of all that ``sources`` keep.
         """
+        index, size = self._indices[holder], self.block_size
+        ends = [min(first_token + (i + 1) * size, num_tokens) for i in range(len(keys))]
+        parts = [tuple(x) for _, x in itertools.groupby(sources, lambda x: x.first_token)]
+        jobs: dict[int, list[Block]] = {}
+        for block in index.begin_fetch(keys, before, ends):
+            place = -1
+            if parts and not (index.pays and index.is_stored(block.key)):
+                ahead = (i for i, part in enumerate(parts) if block.num_tokens <= part[0].end)
+                place = next(ahead, -1)
+            jobs.setdefault(place, []).append(block)
+        for place, blocks in jobs.items():
+            for at in range(0, len(blocks), MOST_MOVED):
+                self._fetch(holder, blocks[at : at + MOST_MOVED], () if place < 0 else parts[place])
+
+    def _fetch(self, holder: HolderId, blocks: Seq[Block], source: tuple[KVSource, ...]) -> None:
         number = next(self._job_numbers)
-        missing = tuple(self._indices[holder].begin_fetch(keys, before, number))
-        if missing:
-            self.jobs[number] = Job(holder, missing, is_fetch=True)
-            self._fetches.append(Send(holder, Fetch(number, words_of(missing))))
+        keys = tuple([block.key for block in blocks])
+        for block in blocks:
+            block.job = number
+        self.jobs[number] = Job(holder, keys, is_fetch=True, source=source)
+        tail_tokens = blocks[-1].num_tokens % self.block_size
+        message = Fetch(number, words_of(keys), source, tail_tokens, *self.peer_terms)
+        self._fetches.append(Send(holder, message))
 
     def copy_down(self, holder: HolderId, lacking: int, num_blocks: int) -> None:
         """Copy blocks down that are evicted next.
@@ -237,11 +278,14 @@ class Stock:
         index, counts = self._indices[job.holder], self.counts
         bad = set(failed).intersection(job.keys)
         num_done = len(job.keys) - len(bad)
-        counts.num_failed += len(bad)
+        counts.num_failed += 0 if job.source else len(bad)
         kept = (index.get(key) for key in job.keys)
         void = {x.key for x in kept if x is not None and x.memory is Memory.VOID}
-        self._drop_below(job.holder, bad | void)
+        if not job.source:
+            self._drop_below(job.holder, bad | void)
         self.forget(job.holder, index.end_job(number, job.keys, bad, self.now_s()))
+        if job.source:
+            return
         if job.is_fetch:
             counts.num_fetched += num_done
             counts.fetched_bytes += num_bytes

@@ -40,7 +40,7 @@ class Endings:
         if not siblings:
             del self.table.by_request[request_id]
         self.table.tell(life, f"finished: {reason}")
-        self.out.append(Finish(life.sequence, reason))
+        self.out.append(Finish(life.sequence, reason, self._cache.kept(life.sequence)))
         self.table.set_pending(life, PendingAction.DROP)
         self.settle(life)
 
@@ -64,8 +64,6 @@ class Endings:
         """Carry out what is pending for a sequence, once it is at rest."""
         if life.pending is PendingAction.RECOVER or not self.table.is_at_rest(life):
             return
-        if life.sources or life.importing:  # what was to be fetched is missing, and not cached
-            self.table.cache(life, 0)
         is_closed = life.state is SequenceState.DONE
         if life.pending is PendingAction.DROP:
             if not is_closed:
@@ -82,14 +80,16 @@ class Endings:
             self.looks_for_room = True
 
     def set_aside(self, life: SequenceRecord) -> None:
-        """Close what is open of a sequence that waits again, or is over."""
+        """Close what is open of a sequence, that waits again, or is over."""
+        self.close(life)
+        self.table.cache(life, 0)
+        life.sequence.residence = None
+        life.stop_awaiting()
+
+    def close(self, life: SequenceRecord) -> None:
+        """Close what is open of a sequence. Blocks that are named now stay."""
         self.out += self._cache.stock.take_orders()  # of blocks that are still open
         for part in self.grants.close(life):
             tail = (self._cache.stock.take_tail(part.part_id) or b"").hex()
             self.out.append(Ask(part, Close(part.part_id, tail=tail)))
             self.was_refused = False
-        self.table.cache(life, 0)
-        life.sequence.residence = None
-        life.stop_awaiting()
-        life.sources = ()
-        life.importing.clear()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from fastdecode.core.errors import FastDecodeError
-from fastdecode.core.holders import HolderId, KVSource, Part, PartId
+from fastdecode.core.holders import HolderId, Part, PartId
 from fastdecode.core.sequence import FinishReason, Request, Sequence
 from fastdecode.schedule.plan import Chunk, Send
 from fastdecode.wire.blocks import Close, Extend, MoveNews, Open, Truncate
@@ -188,21 +188,13 @@ class TakeOver:
 
 
 @dataclass(frozen=True)
-class Pull:
-    """Fetch the first tokens of an open part, which is empty. To be answered by
-    ``Pulled``, unless it is closed before."""
-
-    part: Part
-    num_tokens: int
-    sources: tuple[KVSource, ...]
-
-
-@dataclass(frozen=True)
 class HandOver:
     """Offer a request's prompt, whose first tokens are drawn. It may be read at one of its
     sequences until it is cancelled."""
 
     sequence: Sequence
+    num_tokens: int
+    """First tokens of it whose blocks can be read."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +220,8 @@ class Finish:
 
     sequence: Sequence
     reason: FinishReason
+    kept: tuple[Part, ...] = ()
+    """Its parts, with the tokens whose blocks stay for others."""
 
 
 @dataclass(frozen=True)
@@ -238,6 +232,4 @@ class Fail:
     error: FastDecodeError
 
 
-Instruction: TypeAlias = (
-    "Ask | Send | TakeOver | Pull | HandOver | HasFetched | Run | Finish | Fail"
-)
+Instruction: TypeAlias = "Ask | Send | TakeOver | HandOver | HasFetched | Run | Finish | Fail"

@@ -12,7 +12,6 @@ from typing import Final
 
 from fastdecode.core.errors import CapacityError, WorkerError, assert_never
 from fastdecode.core.holders import HolderId, PartId
-from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.holder_states import HolderState
 from fastdecode.schedule.life.adoption import Adoptions
@@ -45,12 +44,10 @@ from fastdecode.schedule.life.handing import Handing
 from fastdecode.schedule.life.sequences import PendingAction, SequenceState
 from fastdecode.schedule.life.starting import Starting
 from fastdecode.schedule.plan import Chunk
-from fastdecode.wire.blocks import Done, Extend, Inventory, Progress, Pulled, keys_of
+from fastdecode.wire.blocks import Done, Extend, Inventory, Progress, keys_of
 
 logger = logging.getLogger(__name__)
 
-NOT_KEPT: Final = "not_kept"
-"""Error code of a request that only a cached prompt could serve."""
 _NO_ROOM: Final = "its R-worker was lost, and no R-worker that is left has room for it"
 
 
@@ -116,8 +113,6 @@ class Lifecycle:
                 self._refused(event)
             case Submitted():
                 sequences = self.sequences.make(event.request)
-                if event.request.only_kept:
-                    self._check_kept(sequences[0])
                 self.scheduler.add(sequences)
                 self.sequences.add(event.request, sequences)
             case Lost() | Interrupted() | Leaving() | TakenOver() | Reopened() | Joined():
@@ -128,8 +123,6 @@ class Lifecycle:
                 self._cache.end_conversation(event.token_ids, event.salt)
             case Progress() | Done():
                 self.starting.hear(event)
-            case Pulled():
-                self.handing.pulled(event)
             case Inventory():
                 blocks = dict(zip(keys_of(event.keys), event.num_tokens.tolist(), strict=True))
                 self._cache.stock.stocked(HolderId(event.holder), event.num_slots, blocks)
@@ -139,20 +132,10 @@ class Lifecycle:
             case _:
                 assert_never(event)
 
-    def _check_kept(self, sequence: Sequence) -> None:
-        """Raise CapacityError if more than a block's tokens of its prompt would have to run."""
-        sizes = self.scheduler.ledger.shape.sizes(sequence.max_cached_tokens)
-        wholes = [x for x in self._cache.reuses(sequence, sizes) if not (x.gap or x.first_token)]
-        num_kept = max([reuse.num_tokens for reuse in wholes], default=0)
-        if num_kept + self._cache.block_size < len(sequence.token_ids):
-            raise CapacityError(
-                f"{num_kept} of {len(sequence.token_ids)} tokens are kept", code=NOT_KEPT
-            )
-
     def _ask_adopters(self) -> None:
         """Ask the R-workers that take holders over what they have, while no step is in flight."""
         for holder in self.adoptions.about_to_leave:
-            self.handing.interrupt(holder)  # what it exports or imports doesn't move with it
+            self.handing.interrupt(holder)
         self.adoptions.ask()
         self.starting.forget_lost()
 
@@ -232,7 +215,7 @@ class Lifecycle:
             self.adoptions.proceed(life)
         elif life.pending is not None:
             self.endings.settle(life)
-        elif not life.unanswered and not self.handing.fetch(life):
+        elif not life.unanswered:
             self.sequences.move(life, SequenceState.RUNNING)
             self.scheduler.granted(life.sequence)
             self.sequences.tell(life, "running")
@@ -299,7 +282,6 @@ class Lifecycle:
                     self.handing.lose(life)
                 else:
                     self.endings.recompute(life)
-        self.handing.forget()
 
     def stepped(self, num_prompt_tokens: int, seconds: float, idle_s: float = 0.0) -> None:
         """Note the time of a step, where ``keeps_blocks``.

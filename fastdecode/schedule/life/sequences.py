@@ -5,13 +5,13 @@ state       means                                            goes to
 ==========  ===============================================  ===================================
 WAITING     queued; it has never run, and holds nothing      FETCHING, RESERVING, DONE
 REQUEUED    queued again: preempted, refused, lost, doubted  FETCHING, RESERVING, DONE
-FETCHING    it has a place, and waits for kept blocks that   RESERVING, REQUEUED, DONE
-            come from a lower tier; nothing is open
-RESERVING   holders were asked for its room                  IMPORTING, RUNNING, REQUEUED, DONE
-IMPORTING   its KV is on its way from another engine         RUNNING, REQUEUED, DONE
+FETCHING    it has a place, and waits for blocks from a      RESERVING, REQUEUED, DONE
+            lower tier, or from another engine; nothing is
+            open
+RESERVING   holders were asked for its room                  RUNNING, REQUEUED, DONE
 RUNNING     it may be in a step                              EXPORTED, RECOVERING, REQUEUED, DONE
-EXPORTED    nothing of it runs; its KV is kept for another   REQUEUED, DONE
-            engine, which holds a ticket
+EXPORTED    nothing of it runs; its blocks stay for another  REQUEUED, DONE
+            engine
 RECOVERING  a holder of it was lost or leaves; the holder's  RUNNING, REQUEUED, DONE
             replica is asked
 DONE        nothing is left of it; its last token may be     REQUEUED
@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-from fastdecode.core.holders import HolderId, KVSource, Part, PartId, SequenceId
+from fastdecode.core.holders import HolderId, Part, PartId, SequenceId
 from fastdecode.core.sequence import NOTHING, Request, Sequence
 from fastdecode.schedule.plan import Chunk, Start
 
@@ -50,7 +50,6 @@ class SequenceState(Enum):
     REQUEUED = "requeued"
     FETCHING = "fetching"
     RESERVING = "reserving"
-    IMPORTING = "importing"
     RUNNING = "running"
     EXPORTED = "exported"
     RECOVERING = "recovering"
@@ -64,8 +63,7 @@ TRANSITIONS: Final[Mapping[SequenceState, frozenset[SequenceState]]] = {
     _S.WAITING: _STARTS,
     _S.REQUEUED: _STARTS,
     _S.FETCHING: _ENDS | {_S.RESERVING},
-    _S.RESERVING: _ENDS | {_S.IMPORTING, _S.RUNNING},
-    _S.IMPORTING: _ENDS | {_S.RUNNING},
+    _S.RESERVING: _ENDS | {_S.RUNNING},
     _S.RUNNING: _ENDS | {_S.EXPORTED, _S.RECOVERING},
     _S.EXPORTED: _ENDS,
     _S.RECOVERING: _ENDS | {_S.RUNNING},
@@ -101,10 +99,6 @@ class SequenceRecord:
     """How it starts, or has started, while blocks of it are fetched."""
     awaits: set[int] = field(default_factory=set)
     """Jobs that fetch them."""
-    sources: tuple[KVSource, ...] = ()
-    """From where its first tokens are to be fetched, once all parts are open."""
-    importing: set[PartId] = field(default_factory=set)
-    """Parts that are being fetched from another engine."""
 
     def stop_awaiting(self) -> None:
         """No blocks are coming for it any more."""
@@ -274,8 +268,6 @@ def _check_life(life: SequenceRecord, is_waiting: bool, is_at_rest: bool) -> Non
     assert own >= set(life.opened) | life.unanswered
     assert (life.fetching is not None) == bool(life.awaits)
     assert life.state is not SequenceState.FETCHING or life.fetching is not None
-    if life.pending is None and life.state is not SequenceState.FETCHING:
+    if life.pending is None and life.state not in (_S.FETCHING, _S.EXPORTED):
         assert own == set(life.opened) | life.unanswered, "a part is neither open nor asked for"
-        is_open = own <= set(life.opened)
-        assert (life.state is SequenceState.RESERVING) == (not is_open)
-        assert (life.state is SequenceState.IMPORTING) == (is_open and bool(life.importing))
+        assert (life.state is SequenceState.RESERVING) == (not own <= set(life.opened))

@@ -101,10 +101,9 @@ class Starting:
     def start(self, life: SequenceRecord, start: Start) -> None:
         """Open a sequence that has its place, or let it wait for blocks."""
         sequence = life.sequence
-        life.sources = start.sources
-        if start.parent is not None and sequence.sources:
+        if not start.awaits:
             self._handing.started(life)
-        if start.parent is None and not start.sources:
+        if start.parent is None and not start.is_handed:
             self._table.counts.num_cached_prompt_tokens += start.num_shared_tokens
             self._table.counts.num_gap_tokens += len(start.gap)
             if life.state is SequenceState.WAITING:
@@ -152,6 +151,7 @@ class Starting:
             else:
                 ready += [(life, start)] if life.state is SequenceState.FETCHING else []
                 life.stop_awaiting()
+                self._handing.started(life)
         self._awaiting.pop(event.job, None)
         for life, start in ready:
             self._open(life, start)
@@ -200,7 +200,7 @@ class Starting:
             if parent is not None and parent.residence is not None and num_shared > 0:
                 parent_id = parent.residence.parts[index].part_id
                 opened = replace(opened, num_tokens=num_shared, parent_id=parent_id)
-            elif parent is None and num_shared > 0 and not start.sources:
+            elif parent is None and num_shared > 0:
                 gap = shifted(start.gap, -part.first_token)
                 opened = replace(
                     opened,
@@ -214,8 +214,10 @@ class Starting:
 
     def _start_again(self, life: SequenceRecord, start: Start) -> None:
         self._table.tell(life, "blocks that it waited for didn't come")
-        self._table.counts.num_cached_prompt_tokens -= start.num_shared_tokens
-        self._table.counts.num_gap_tokens -= len(start.gap)
+        if not start.is_handed:
+            self._table.counts.num_cached_prompt_tokens -= start.num_shared_tokens
+            self._table.counts.num_gap_tokens -= len(start.gap)
         life.sequence.num_reused = 0
+        self._handing.started(life, has_failed=True)
         self._table.set_pending(life, PendingAction.REQUEUE)
         self._endings.settle(life)

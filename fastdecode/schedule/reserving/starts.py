@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from fastdecode.core.holders import HolderId, PartId, new_residence, num_offered
+from fastdecode.core.holders import HolderId, PartId, new_residence
 from fastdecode.core.sequence import NOTHING, Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.cache.reuse import Reuse
@@ -136,10 +136,35 @@ class Starts:
                     return fork
         wish = self._wish(sequence, ahead, recompute)
         if sequence.sources:
-            # Of all there would be nothing to run.
-            num_fetched = min(num_offered(sequence.sources), len(sequence.token_ids) - 1)
-            return self._meet(lane, replace(wish, num_shared=num_fetched))
+            return self._with_offered(lane, wish)
         return self._with_kept(lane, wish)
+
+    def _with_offered(self, lane: Lane, wish: Wish) -> Candidate | None:
+        """Return how the wish can be met with blocks that other engines keep. None if it has to
+        wait for room."""
+        cache, size = self._ledger.cache, self._ledger.shape.block_size
+        num_offered = cache.num_offered(wish.sequence)
+        is_held = all(source.is_held for source in wish.sequence.sources)
+        found = [] if is_held else cache.reuses(wish.sequence, wish.sizes)
+        if not num_offered or (found and found[0].num_tokens + size > num_offered):
+            return self._with_kept(lane, wish)
+        # A last block that is not full is copied, and takes room twice.
+        *sizes, last = wish.sizes
+        more = size if num_offered % size else 0
+        roomy = replace(wish, sizes=(*sizes, last + more), num_shared=num_offered)
+        candidate = self._meet(lane, roomy)
+        if candidate is None:
+            is_stuck = not lane.running if wish.is_split else self._never_fits(roomy)
+            return self._meet(lane, wish) if more and is_stuck else None
+        reuse = cache.offered(wish.sequence, candidate.holders, wish.sizes)
+        if reuse.num_tokens < num_offered:
+            return self._with_kept(lane, wish)
+        return replace(candidate, wish=replace(wish, num_shared=num_offered, reuse=reuse))
+
+    def _never_fits(self, wish: Wish) -> bool:
+        """Return True if no holder has room for the wish's last part, even an empty one."""
+        capacity, needed = self._ledger.capacity, self._ledger.shape.blocks_for(wish.sizes[-1])
+        return all(capacity.blocks(holder) < needed for holder in self._ledger.holders.open)
 
     def _keeps_more(self, sequence: Sequence, num_shared: int) -> bool:
         """Return True if more of a sequence that has drawn is cached than a fork shares."""
@@ -214,9 +239,9 @@ class Starts:
         parent = None if wish.parent is None else wish.parent.sequence
         gap = NOTHING if wish.reuse is None else wish.reuse.gap
         first = chunks[0] if chunks else 1
-        sources = wish.sequence.sources if parent is None else ()
+        is_handed = wish.reuse is not None and bool(wish.reuse.sources)
         shared = (wish.num_shared, kept, gap, awaits)
-        return Start(wish.sequence, residence, parent, *shared, first, sources)
+        return Start(wish.sequence, residence, parent, *shared, first, is_handed)
 
     def _wish(
         self,

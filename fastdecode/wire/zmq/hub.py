@@ -19,7 +19,7 @@ import zmq
 
 from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerError
 from fastdecode.core.os_errors import explained
-from fastdecode.wire.blocks import DescribeExport
+from fastdecode.wire.blocks import ReadBlocks
 from fastdecode.wire.codec import NAME, Codec, kind_of, read_prefix
 from fastdecode.wire.instances import InstanceHello
 from fastdecode.wire.messages import Failed, FromRWorker, Hello, Inspect, Message, ToRWorker
@@ -41,7 +41,7 @@ _MOST_TAKEN: Final = 100
 """Messages that a listener takes in before it looks at its connections, even in a flood."""
 _ROLES: Final[dict[type[Message] | None, Role]] = {
     Inspect: Role.READER,
-    DescribeExport: Role.READER,
+    ReadBlocks: Role.READER,
     InstanceHello: Role.CONTROLLER,
 }
 """Of peers, by the kind of their first message. ``Hello`` says its own."""

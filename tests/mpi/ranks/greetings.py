@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 
+import numpy as np
+
+from fastdecode.core.dtype import DType
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.blocks import DescribeExport, ExportExpired
+from fastdecode.core.spec import KVSpec
+from fastdecode.wire.blocks import BlockData, ChunkForm, ReadBlocks
 from fastdecode.wire.messages import PROTOCOL_VERSION, Close, Failed
 from fastdecode.wire.mpi.connection import MpiConnection
 from fastdecode.wire.mpi.hub import neighbour_hub, r_worker_hub
@@ -18,6 +22,7 @@ ROUNDS = 12
 AHEAD = 3  # questions; the last isn't waited for: its answer comes after the line is closed
 WAIT_S = 60.0
 MOST = MOST_PEERS[Role.READER]
+KV = KVSpec(1, 1, 8, DType.FLOAT32)
 
 job = join()
 other = 3 - job.rank
@@ -34,16 +39,17 @@ def serve() -> None:
     except WorkerError:
         pass
     else:
-        assert isinstance(message, DescribeExport)
+        assert isinstance(message, ReadBlocks)
         with contextlib.suppress(WorkerError):  # it has closed the line; the next message says so
-            hub.connections[index].send(ExportExpired(f"{message.ticket} {'.' * 200_000}"))
+            data = np.full(200_000, message.reading, np.uint8)
+            hub.connections[index].send(BlockData(np.ones(1, np.uint8), data))
         num_answered += 1
 
 
-def answer_of(line: MpiConnection) -> ExportExpired | Failed:
+def answer_of(line: MpiConnection) -> BlockData | Failed:
     """Serve until the next answer is here."""
 
-    def look() -> ExportExpired | Failed | None:
+    def look() -> BlockData | Failed | None:
         serve()
         return line.poll()
 
@@ -52,10 +58,12 @@ def answer_of(line: MpiConnection) -> ExportExpired | Failed:
     return answer
 
 
-def ask(*tickets: int) -> MpiConnection:
+def ask(*numbers: int) -> MpiConnection:
     line = neighbours.open(f"rank {other}")
-    for ticket in tickets:
-        line.send(DescribeExport(PROTOCOL_VERSION, f"{ticket:032x}"))
+    for number in numbers:
+        share = ChunkForm.TOKENS, 0, 1, 0, 1
+        none = np.zeros((1, 2), np.int64), np.ones(1, np.int32)
+        line.send(ReadBlocks(PROTOCOL_VERSION, number, "a model", KV, *share, *none))
     return line
 
 
@@ -72,19 +80,19 @@ if job.rank == 0:
 neighbours = neighbour_hub(job, silence_s=10.0)
 early = ask(0)
 hub = r_worker_hub(job)
-assert answer_of(early).reason.startswith("0" * 32)
+assert not answer_of(early).data.any()
 early.close()
 for turn in range(ROUNDS):
     line = ask(*range(turn, turn + AHEAD))
     for i in range(AHEAD - 1):
-        assert int(answer_of(line).reason.split()[0], 16) == turn + i
+        assert (answer_of(line).data == turn + i).all()
     line.close()
 assert look_until_found(lambda: serve() or num_answered > ROUNDS * AHEAD or None, WAIT_S)
 assert len(hub.connections) <= 1 + AHEAD, "places are used again"
 neighbours.open(f"rank {other}").send(Close(1))  # no greeting, which is dropped
 if job.rank == 1:
     lines = [ask(number) for number in range(MOST)]
-    assert all(isinstance(answer_of(line), ExportExpired) for line in lines)
+    assert all(isinstance(answer_of(line), BlockData) for line in lines)
     refused = answer_of(ask(MOST))
     assert isinstance(refused, Failed) and refused.code == "busy", refused
     job.send_text(other, "enough")

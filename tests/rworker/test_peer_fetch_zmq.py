@@ -1,17 +1,19 @@
-"""Imports over real sockets."""
+"""Fetches over real sockets."""
 
 from __future__ import annotations
 
 import contextlib
-import secrets
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from listening import listening
+from pulling import keys_of
 from stream_suite import (
     ALL_KV,
     KV,
+    READING,
     WAIT_S,
     Memory,
     Worker,
@@ -25,20 +27,29 @@ from cpu_kernels import reference
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.blocks import (
-    DescribeExport,
-    ExportExpired,
-    ExportSequence,
+    BlockData,
+    ChunkForm,
+    Done,
+    Fetch,
+    Forget,
     KVSource,
-    Pull,
-    Pulled,
+    Name,
+    ReadBlocks,
+    words_of,
 )
 from fastdecode.wire.inproc import InprocHub
-from fastdecode.wire.messages import PROTOCOL_VERSION, Close, Failed
+from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, Close, Failed, Open
 from fastdecode.wire.waiting import look_until_found
 from rworker.attention import AttentionExecutor
 from rworker.worker import start_worker_thread
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
+
+
+def asked(model_hash: str) -> ReadBlocks:
+    none = words_of([b"x" * 16]), np.ones(1, np.int32)
+    share = ChunkForm.TOKENS, 0, 1, 0, 1
+    return ReadBlocks(PROTOCOL_VERSION, READING, model_hash, KV, *share, *none)
 
 
 @contextlib.contextmanager
@@ -54,29 +65,35 @@ def reached(address: str, kv: KVSpec) -> Iterator[Worker]:
         hub.close()
 
 
-def pulled(worker: Any, sequence: int, address: str, ticket: str, num_tokens: int) -> Pulled:
-    source = KVSource(address, ticket, 0, num_tokens, 0, KV.num_kv_heads)
-    worker.connection.send(Pull(sequence, 0, num_tokens, (source,), WAIT_S))
+def fetched(worker: Any, job: int, address: str, num_tokens: int) -> Done:
+    keys = words_of(keys_of(KV, num_tokens, seed=3))
+    shape = 0, KV.num_kv_heads, 0, KV.num_layers
+    source = KVSource(address, READING, 0, num_tokens, *shape)
+    worker.connection.send(Fetch(job, keys, (source,), num_tokens % KV.block_size, WAIT_S))
     news = worker.connection.receive(WAIT_S)
-    assert isinstance(news, Pulled)
+    assert isinstance(news, Done)
     return news
 
 
-def check_import(kv: KVSpec, p: Worker, address: str, d: Worker) -> None:
-    """One gets what the other, at an address, exports, until the sequence is closed."""
+def check_fetch(kv: KVSpec, p: Worker, address: str, d: Worker) -> None:
+    """One gets what the other, at an address, has named, until it forgets that."""
     home, back, lengths = Memory(kv), Memory(kv), {0: 61}
     home.fill(lengths, seed=3)
     move(pieces_between(lengths, kv), home, p)
-    ticket = secrets.token_hex(16)
-    p.connection.send(ExportSequence(0, ticket))
-    d.open(5, 64)
-    assert pulled(d, 5, address, ticket, 61).reason == ""
+    keys = keys_of(kv, 61, seed=3)
+    p.connection.send(Name(0, 0, words_of(keys[:-1])))
+    p.connection.send(Close(0, tail=keys[-1].hex()))
+    p.open(1, 16)  # accepted once the blocks are named
+    assert not len(fetched(d, 5, address, 61).missing)
+    d.connection.send(Open(5, 64, 61, words_of(keys)))
+    assert d.connection.receive(WAIT_S) == Accepted(5)
     move(pieces_between({5: 61}, kv, by=-5), d.source(), back)
     assert_same(home, back, lengths)
-    p.connection.send(Close(0))
-    p.open(1, 16)  # accepted once the sequence before it is closed
-    d.open(6, 64)
-    assert "released" in pulled(d, 6, address, ticket, 61).reason
+    p.connection.send(Forget(words_of(keys)))
+    p.open(2, 16)
+    d.connection.send(Close(5))
+    d.connection.send(Forget(words_of(keys)))
+    assert len(fetched(d, 6, address, 61).missing) == len(keys)
 
 
 @contextlib.contextmanager
@@ -98,7 +115,7 @@ def behind_a_gate(name: str, kv: KVSpec) -> Iterator[tuple[str, Worker]]:
 @pytest.mark.parametrize("kv", ALL_KV, ids=lambda kv: kv.dtype.value)
 def test_threads_behind_export_servers(kv: KVSpec) -> None:
     with behind_a_gate("p", kv) as (address, p), behind_a_gate("d", kv) as (_, d):
-        check_import(kv, p, address, d)
+        check_fetch(kv, p, address, d)
 
 
 def test_a_gate_is_for_readers_alone() -> None:
@@ -111,9 +128,9 @@ def test_a_gate_is_for_readers_alone() -> None:
         refused = stranger.receive(WAIT_S)
         assert isinstance(refused, Failed) and "takes no S-worker" in refused.message
         reader = hub.add(address)
-        reader.send(DescribeExport(PROTOCOL_VERSION, "no ticket"))
+        reader.send(asked("another model"))
         refused = reader.receive(WAIT_S)
-        assert isinstance(refused, Failed) and "ticket" in refused.message
+        assert isinstance(refused, Failed) and "another model" in refused.message
         with pytest.raises(WorkerError):
             reader.receive(WAIT_S)  # its R-worker has hung up
         p.open(1, 16)  # and serves its own all the same
@@ -132,8 +149,8 @@ def test_readers_that_come_and_go_leave_nothing_at_a_gate() -> None:
     for i in range(12):
         reader = hub.add(servers.address_of("p"))
         is_sent_away = bool(i % 2)
-        reader.send(DescribeExport(PROTOCOL_VERSION, "no ticket" if is_sent_away else "ab" * 16))
-        assert isinstance(reader.receive(WAIT_S), Failed if is_sent_away else ExportExpired)
+        reader.send(asked("another model" if is_sent_away else "a model"))
+        assert isinstance(reader.receive(WAIT_S), Failed if is_sent_away else BlockData)
         reader.close()
 
         def have_hung_up() -> bool | None:
@@ -168,4 +185,4 @@ def test_over_sockets(kv: KVSpec) -> None:
         reached(one.address, kv) as p,
         reached(other.address, kv) as d,
     ):
-        check_import(kv, p, one.address, d)
+        check_fetch(kv, p, one.address, d)
