@@ -32,11 +32,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from provenance import provenance
 from random_llama import llama_config, write_checkpoint
 
@@ -90,9 +91,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--out", type=Path, help="write the table there, JSON, and beside it for a page, Markdown"
-    )
+    parser.add_argument("--out", type=Path, help="write the table there, and Markdown beside it")
     parser.add_argument("--tolerance", type=float, default=0.15)
     parser.add_argument("--least", type=int, default=10, help="steps that are to be within it")
     parser.add_argument("--rounds", type=int, default=3)

@@ -81,18 +81,16 @@ def _largest_divisor(number: int, most: int) -> int:
 def choose_variant(
     layout: BlockLayout, group_size: int, isa: Isa, source: str, *, ragged: bool
 ) -> Variant:
-    """The register tile that keeps the products of this shape busiest without
-    spilling. Rows by the dozen share what unpacking a vector of cells takes: as
-    many as a vector has lanes, or as half of the registers if these are fewer, by one
-    vector or few, since whatever is multiplied once can come out of memory with the
-    product. Packed words are multiplied as they are, twice as quickly, and loads
-    bound that: 8 rows by 2 vectors take 10 of them for what 16 by 1 take 17. Where
-    vectors don't come in pairs, 16 by 1 are quicker.
+    """The register tile that keeps the products of this shape busiest without spilling. Rows by
+    the dozen share what unpacking a vector of cells takes: as many as a vector has lanes, or as
+    half of the registers if these are fewer, by one vector or few, since whatever is multiplied
+    once can come out of memory with the product. Packed words are multiplied as they are, twice
+    as quickly, and loads bound that: 8 rows by 2 vectors take 10 of them for what 16 by 1 take
+    17. Where vectors don't come in pairs, 16 by 1 are quicker.
 
     Args:
         group_size: query heads a KV head.
-        ragged: some sequence has more than one query; rows then come by the
-            dozen.
+        ragged: some sequence has more than one query; rows then come by the dozen.
     """
     if isa.tiles and _fits_amx(layout, source):
         return _amx_variant(layout, group_size, isa, ragged)

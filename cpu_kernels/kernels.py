@@ -53,17 +53,13 @@ def append(
 ) -> None:
     """Write tokens' K and V into one layer's blocks.
 
-    Where ``source`` is the cache's own dtype, rows are stored as they are, bit
-    by bit.
+    Where ``source`` is the cache's own dtype, rows are stored as they are, bit by bit.
 
     Args:
-        pool_layer: uint8 [num_blocks, block_bytes], one layer of
-            ``allocate_pool``.
-        k, v: [T, heads, D], float32 or the bits of a 16-bit float in uint16, as
-            ``source`` says; or rows as ``gather`` gives them, of a cache of
-            this dtype.
-        slots: int64 [T], block id * block_size + offset; where two are equal,
-            either may win.
+        pool_layer: uint8 [num_blocks, block_bytes], one layer of ``allocate_pool``.
+        k, v: [T, heads, D], float32 or the bits of a 16-bit float in uint16, as ``source`` says;
+            or rows as ``gather`` gives them, of a cache of this dtype.
+        slots: int64 [T], block id * block_size + offset; where two are equal, either may win.
         scales: float32 [T, heads, 2], with stored rows of int8 and int4 only.
         heads: the KV heads that k and v hold; None: all.
         num_threads, team: as ``attend``.
@@ -95,20 +91,19 @@ def gather(
     num_threads: int = 1,
     team: Team | OpenMPTeam | None = None,
 ) -> None:
-    """Read tokens' K and V out of one layer's blocks, as they are stored: the
-    inverse of ``append``.
+    """Read tokens' K and V out of one layer's blocks, as they are stored: the inverse of
+    ``append``.
 
-    ``append`` of them, with ``source=layout.dtype``, puts the same bits back:
-    into these blocks or those of any cache of this dtype and head_dim, whatever
-    its block size and number of heads.
+    ``append`` of them, with ``source=layout.dtype``, puts the same bits back: into these blocks
+    or those of any cache of this dtype and head_dim, whatever its block size and number of heads.
 
     Args:
         pool_layer: uint8 [num_blocks, block_bytes].
-        slots: int64 [T], block id * block_size + offset. Quickest where
-            neighbours follow each other.
+        slots: int64 [T], block id * block_size + offset. Quickest where neighbours follow each
+            other.
         k, v: [T, heads, row_length] of ``CARRIERS[layout.dtype]``, overwritten;
-            ``allocate_tokens`` makes them. Of float caches they are [T, heads,
-            D] as activations are.
+            ``allocate_tokens`` makes them. Of float caches they are [T, heads, D] as activations
+            are.
         scales: float32 [T, heads, 2], overwritten; int8 and int4 only.
         heads: consecutive KV heads; None: all.
         num_threads, team: as ``attend``.
@@ -149,44 +144,38 @@ def attend(
     team: Team | OpenMPTeam | None = None,
     level: str | None = None,
 ) -> None:
-    """o = softmax(f(scale · q·kᵀ) + bias) · v of every query over its own
-    sequence's cached tokens.
+    """o = softmax(f(scale · q·kᵀ) + bias) · v of every query over its own sequence's cached
+    tokens.
 
-    Query i of sequence n stands at position p = ``query_positions[n] + i`` and
-    sees the keys j with j <= p, j < ``context_lens[n]`` and j > p -
-    ``sliding_window``. f(s) = c·tanh(s / c) with c = ``logit_softcap``; the
-    bias is ``alibi_slopes[h]`` · (j - p). Sums are in float32. A sequence's
-    rows depend on that sequence alone, bit by bit, whatever else is in the
-    batch and however many threads run.
+    Query i of sequence n stands at position p = ``query_positions[n] + i`` and sees the keys j
+    with j <= p, j < ``context_lens[n]`` and j > p - ``sliding_window``. f(s) = c·tanh(s / c) with
+    c = ``logit_softcap``; the bias is ``alibi_slopes[h]`` · (j - p). Sums are in float32. A
+    sequence's rows depend on that sequence alone, bit by bit, whatever else is in the batch and
+    however many threads run.
 
     Args:
         pool_layer: uint8 [num_blocks, block_bytes].
-        q: [T, Hq, D], float32 or the bits of a 16-bit float in uint16, as
-            ``source`` says; query head h reads KV head h // (Hq / Hkv).
-        block_tables: int32 [N, max_blocks]; entries beyond a sequence's context
-            are not read.
-        query_starts: int32 [N + 1], rows of q where each sequence begins; the
-            last is T.
+        q: [T, Hq, D], float32 or the bits of a 16-bit float in uint16, as ``source`` says; query
+            head h reads KV head h // (Hq / Hkv).
+        block_tables: int32 [N, max_blocks]; entries beyond a sequence's context are not read.
+        query_starts: int32 [N + 1], rows of q where each sequence begins; the last is T.
         query_positions: int32 [N], the position of each sequence's first query.
         context_lens: int32 [N], cached tokens.
         alibi_slopes: float32 [Hq].
-        out: [T, Hq, D] of q's kind, overwritten; zeros where nothing is
-            visible.
-        lse: float32 [T, Hq], overwritten with the natural log of the sum of
-            exponentials; -inf where nothing is visible.
-        last: K and V [N, Hkv, D] of q's kind of each sequence's last cached
-            token, which are written first, as ``append`` does it, but while
-            the token's block is read anyway. Then each sequence has one query,
-            at that token, and no sequence sees what another one brings.
-        num_threads: the calling thread and ``num_threads - 1`` helpers of this
-            process. If another call has them at the moment, this one runs on
-            its own thread.
+        out: [T, Hq, D] of q's kind, overwritten; zeros where nothing is visible.
+        lse: float32 [T, Hq], overwritten with the natural log of the sum of exponentials; -inf
+            where nothing is visible.
+        last: K and V [N, Hkv, D] of q's kind of each sequence's last cached token, which are
+            written first, as ``append`` does it, but while the token's block is read anyway. Then
+            each sequence has one query, at that token, and no sequence sees what another one
+            brings.
+        num_threads: the calling thread and ``num_threads - 1`` helpers of this process. If
+            another call has them at the moment, this one runs on its own thread.
         team: ``num_threads`` threads in place of the process's own helpers.
-        level: one of ``isa.LEVELS``' names; None: the host's best, or what the
-            environment forces.
+        level: one of ``isa.LEVELS``' names; None: the host's best, or what the environment
+            forces.
 
-    Bit by bit means: among calls that all have one query a sequence, or among
-    those that don't.
+    Bit by bit means: among calls that all have one query a sequence, or among those that don't.
 
     Raises:
         ValueError: an argument doesn't fit; nothing was written.

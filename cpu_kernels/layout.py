@@ -211,16 +211,14 @@ def aligned_bytes(num_bytes: int) -> NDArray[np.uint8]:
 def allocate_pool(
     layout: BlockLayout, num_layers: int, num_blocks: int, file: int | None = None
 ) -> NDArray[np.uint8]:
-    """A pool of zeroed KV blocks, committed lazily: a page costs memory only
-    once it is written.
+    """A pool of zeroed KV blocks, committed lazily: a page costs memory only once it is written.
 
-    The memory is an anonymous mapping that asks for huge pages. Pages fall on
-    the NUMA node of the thread that first writes them, so let the process that
-    owns the pool run on one node.
+    The memory is an anonymous mapping that asks for huge pages. Pages fall on the NUMA node of
+    the thread that first writes them, so let the process that owns the pool run on one node.
 
     Args:
-        file: an empty file, by its descriptor, whose pages are mapped instead: the disk
-            has the room at once, and memory is used as the host has some.
+        file: an empty file, by its descriptor, whose pages are mapped instead: the disk has the
+            room at once, and memory is used as the host has some.
 
     Returns:
         uint8 [num_layers, num_blocks, block_bytes], 64-byte aligned.

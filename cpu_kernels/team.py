@@ -1,19 +1,17 @@
 # mypy: ignore-errors
 # Compiled functions, and what emits their instructions: their types are not Python's.
-"""A team of threads that runs the units of one call at a time, and never needs
-the GIL for it.
+"""A team of threads that runs the units of one call at a time, and never needs the GIL for it.
 
-Its helpers are Python threads that enter compiled code once and stay there:
-they spin for a little while, then sleep on a futex. The caller publishes a
-call, works on it like everybody else (units are claimed one by one from a
-shared counter), closes the call when no unit is left, and waits for the helpers
-that are still at work; a helper that hasn't woken up by then is not waited for.
-OpenMP would do as much, but its runtime isn't on every host, and Numba's own
-fallback aborts when two Python threads call at once.
+Its helpers are Python threads that enter compiled code once and stay there: they spin for a
+little while, then sleep on a futex. The caller publishes a call, works on it like everybody else
+(units are claimed one by one from a shared counter), closes the call when no unit is left, and
+waits for the helpers that are still at work; a helper that hasn't woken up by then is not waited
+for. OpenMP would do as much, but its runtime isn't on every host, and Numba's own fallback aborts
+when two Python threads call at once.
 
-Where the calling thread runs OpenMP regions of somebody else's between our
-calls (torch's matrix products), two sets of threads would spin on the same
-cores. There an ``OpenMPTeam`` has the threads of that runtime run the units.
+Where the calling thread runs OpenMP regions of somebody else's between our calls (torch's matrix
+products), two sets of threads would spin on the same cores. There an ``OpenMPTeam`` has the
+threads of that runtime run the units.
 """
 
 from __future__ import annotations
@@ -284,17 +282,16 @@ class Team:
 
 
 class OpenMPTeam:
-    """The threads of an OpenMP runtime that is in this process: those of its
-    regions in the calling thread.
+    """The threads of an OpenMP runtime that is in this process: those of its regions in the
+    calling thread.
 
-    They don't have to be woken where that thread has just left a region of as
-    many threads. Of another size, runtimes end threads and start new ones,
-    again and again.
+    They don't have to be woken where that thread has just left a region of as many threads. Of
+    another size, runtimes end threads and start new ones, again and again.
 
     Args:
         num_threads: as many as the regions that run between our calls.
-        library: the runtime, GNU's or one that knows its entry points (LLVM's,
-            Intel's): the path of the very file that is loaded.
+        library: the runtime, GNU's or one that knows its entry points (LLVM's, Intel's): the path
+            of the very file that is loaded.
 
     Raises:
         ValueError: the number is out of range.

@@ -103,9 +103,8 @@ class Variant:
 
     @property
     def plain(self) -> Variant:
-        """What is left for code that only needs to know the vectors: the same
-        for all kernels of a level, so that a process compiles the parts that
-        take it once."""
+        """What is left for code that only needs to know the vectors: the same for all kernels of
+        a level, so that a process compiles the parts that take it once."""
         return plain_variant(self.lanes, self.has_fma)
 
     @property

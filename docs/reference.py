@@ -247,7 +247,7 @@ def models_page() -> Iterator[str]:
     )
     for row in ROWS:
         names = ", ".join(f"`{name}`" for name in row.architectures if not name.endswith("Model"))
-        yield f"| {row.models} | {names} | {'✓' if row.has_experts else ''} |"
+        yield f"| {row.models} | {names} | {'✓' if 'moe' in row.fields else ''} |"
     yield from (
         "",
         "## Refused by name",
@@ -282,7 +282,7 @@ def readme_models() -> str:
 
 
 def _kind_of(row: Row) -> str:
-    if row.has_experts:
+    if "moe" in row.fields:
         return "mixtures of experts"
     return "dense, LayerNorm" if row.fields.get("norm") == "layer" else "dense, RMSNorm"
 

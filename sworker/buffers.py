@@ -43,7 +43,6 @@ class Room:
 
     Args:
         make: memory of so many bytes, uint8.
-        num_bytes: to begin with.
     """
 
     def __init__(self, make: Callable[[int], Tensor], num_bytes: int = 0) -> None:
@@ -154,9 +153,8 @@ class Staging:
         self._shares = shares
 
     def send(self, q: Tensor, k: Tensor, v: Tensor) -> Staged:
-        """Start copying q [T, Hq, D], k and v [T, Hkv, D] to the host; never
-        waits. The shipments hold for ``LENT_LAYERS`` calls; on a CPU they are
-        the tensors' own memory."""
+        """Start copying q [T, Hq, D], k and v [T, Hkv, D] to the host; never waits. The shipments
+        hold for ``LENT_LAYERS`` calls; on a CPU they are the tensors' own memory."""
         sent = self._sent.get(id(q))
         if sent is None or sent[1] is not k or sent[2] is not v:
             return self._stage(q, k, v)
@@ -189,9 +187,8 @@ class Staging:
     def begin_layer(
         self, shape: torch.Size, dtype: torch.dtype, place: Tensor | None = None
     ) -> Tensor:
-        """Room for a layer's o [T, Hq, D] on the device, and for what arrives
-        of it: ``place`` if the lane has one; the same memory in every layer.
-        The layer before has been consumed."""
+        """Room for a layer's o [T, Hq, D] on the device, and for what arrives of it: ``place`` if
+        the lane has one; the same memory in every layer. The layer before has been consumed."""
         return place if place is not None else self._o.take(shape, dtype)
 
     def receive(self, array: Activations, o: Tensor, rows: slice) -> None:
@@ -214,9 +211,8 @@ class GpuStaging(Staging):
 
     Args:
         gpu: where q, k, v come from and o goes.
-        slot_bytes: most that a layer's q, k and v take: memory for all of them
-            is taken once, since taking it stops the device. It grows if more is
-            sent after all.
+        slot_bytes: most that a layer's q, k and v take: memory for all of them is taken once,
+            since taking it stops the device. It grows if more is sent after all.
         direct_bytes: see ``DIRECT_BYTES``.
     """
 
@@ -308,11 +304,9 @@ class Fetched(_Copied):
 
 
 class Fetch:
-    """Takes small results to the host, one after another, behind what is
-    computed.
+    """Takes small results to the host, one after another, behind what is computed.
 
     Args:
-        gpu: where they are.
         num_bytes: pinned memory to begin with.
     """
 
@@ -325,6 +319,24 @@ class Fetch:
         host = self._room.take(x.shape, x.dtype)
         host.copy_(x, non_blocking=True)
         return Fetched(host, self._gpu.current_stream().record_event())
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Drawn tokens that a step embeds before the host knows them, for some of its rows."""
+
+    tokens: Tensor
+    """int64 [B], on the device."""
+    sources: NDArray[np.int64]
+    """[K] which of them."""
+    rows: NDArray[np.int64]
+    """[K] for which rows of the step."""
+
+    def put_into(self, token_ids: Tensor, upload: Callable[[Tensor], Tensor]) -> None:
+        """Where they belong among a step's token ids, int64 [T], on the
+        device. ``upload``: copies to there."""
+        rows, sources = upload(torch.from_numpy(np.stack((self.rows, self.sources))))
+        token_ids.index_copy_(0, rows, self.tokens.index_select(0, sources))
 
 
 def make_staging(gpu: Gpu | None, slot_bytes: int) -> Staging:
@@ -357,9 +369,8 @@ class _PackedStep:
         return num_queries * _row_size(q) + 2 * num_kv * _row_size(k)
 
     def sources(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        """What is packed, one behind the other, each flat and dense. Tensors
-        that are the same in every layer, as a lane's own are, are cut up
-        once."""
+        """What is packed, one behind the other, each flat and dense. Tensors that are the same in
+        every layer, as a lane's own are, are cut up once."""
         if self._packed_from is not None and self._packed_from[0] is q:
             return self._packed_from[1]
         dense_q, dense_k, dense_v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -406,8 +417,7 @@ class _PackedStep:
         return place
 
     def arriving(self, landed: Sequence[slice] | None) -> list[tuple[Tensor, Tensor]]:
-        """Of o and of ``landing``, these rows; None: all that are answered, in
-        stretches."""
+        """Of o and of ``landing``, these rows; None: all that are answered, in stretches."""
         if landed is None or self._landed_at is None:
             return self._all_arriving
         landing, o = self._landed_at
@@ -456,8 +466,7 @@ def _carried(x: Tensor) -> Tensor:
 
 
 def to_device(host: Tensor, device: torch.device, gpu: Gpu | None = None) -> Tensor:
-    """A copy of host memory, or that memory if the device is the host. Never
-    waits for the device. ``gpu``: its driver, in place of the one that torch
-    has."""
+    """A copy of host memory, or that memory if the device is the host. Never waits for the
+    device. ``gpu``: its driver, in place of the one that torch has."""
     gpu = gpu or gpu_of(device)
     return host if gpu is None else gpu.upload(host)

@@ -1,8 +1,7 @@
 """What the S-worker asks of a GPU's driver: streams, events, pinned memory.
 
-Everything that orders work on a device, or waits for it, goes through here. So
-tests can put a recording driver in CUDA's place, which runs operators on the
-CPU and finds what nothing orders.
+Everything that orders work on a device, or waits for it, goes through here. So tests can put a
+recording driver in CUDA's place, which runs operators on the CPU and finds what nothing orders.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from numpy.typing import NDArray
@@ -28,6 +27,9 @@ from fastdecode.core.host.facts import TF32_SWITCH
 from fastdecode.wire.buffers import Pages, map_pages, pages_of
 
 log = logging.getLogger(__name__)
+
+Event: TypeAlias = torch.cuda.Event
+"""A point in what a stream does. With timing it is a **mark**."""
 
 release_cpus()  # importing torch may have bound this thread
 if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > available_cores():
@@ -41,96 +43,6 @@ _PORTABLE = 1
 _OLDEST_TORCH = (2, 7)
 """On CUDA. Before, each replay of a graph fills two tensors for random numbers
 first, also where the graph draws none (pytorch #143777)."""
-
-
-class Event(Protocol):
-    """A point in what a stream does."""
-
-    def query(self) -> bool:
-        """Whether the device has come so far. Never waits."""
-
-    def synchronize(self) -> None:
-        """Wait until it has."""
-
-
-class Stream(Protocol):
-    """Work of a device, done in the order in which it is queued. Other streams
-    and events are the same device's."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """What is queued here from now on comes after what is queued there by now."""
-
-    def wait_event(self, event: Any) -> None:
-        """What is queued here from now on comes after the event."""
-
-    def record_event(self) -> Event:
-        """The point after all that is queued by now."""
-
-
-class Mark(Protocol):
-    """A point in what a stream does, and when the device came there."""
-
-    def query(self) -> bool:
-        """Whether it has. Never waits."""
-
-    def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this point to another, both of which it has passed."""
-
-
-class Graph(Protocol):
-    """Operators that were captured."""
-
-    def replay(self) -> None:
-        """Queue them all."""
-
-
-class Gpu(Protocol):
-    """A device whose work is queued, and which has its own memory."""
-
-    def new_stream(self) -> Stream:
-        """One beside the others."""
-
-    def current_stream(self) -> Stream:
-        """Where this thread's operators are queued."""
-
-    def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Within, this thread's operators are queued there."""
-
-    def mark(self) -> Mark:
-        """This point of the current stream."""
-
-    def pinned(self, num_bytes: int) -> Tensor:
-        """uint8 on the host, which the device copies from and to on its own;
-        plain memory where the system pins none: copies are right, and slower."""
-
-    def reads(self, array: NDArray[Any]) -> bool:
-        """Whether the device copies from there on its own: it is pinned memory,
-        or messages' buffers, which then become that. Whoever has it copied
-        keeps the array until that is done."""
-
-    def upload(self, host: Tensor) -> Tensor:
-        """A copy of host memory on the device. Never waits, and the memory may
-        be written again at once."""
-
-    def mapped(self, host: Tensor) -> Tensor | None:
-        """Memory that ``pinned`` gave, as the device's kernels read it: no copy.
-        None: they can't. It holds as long as ``host``."""
-
-    def room(self, num_bytes: int) -> Tensor:
-        """uint8 on the device. Whoever asks for it keeps it as long as any
-        stream may use it."""
-
-    def new_pool(self) -> object:
-        """Memory for what graphs need while they run. Those that share one run
-        one after another."""
-
-    def capture(self, run: Callable[[], None], pool: object) -> Graph:
-        """The operators of ``run``, which it queues on the current stream and
-        on no other. Python's collector doesn't run meanwhile.
-
-        Raises:
-            Exception: they can't be captured; torch's, the driver's or Triton's.
-        """
 
 
 class HostMemory:
@@ -155,7 +67,7 @@ class HostMemory:
     ) -> None:
         self._device = device
         self._given_cudart = cudart
-        self._allocate = allocate or _allocate_pinned
+        self._allocate = allocate or partial(torch.empty, dtype=torch.uint8, pin_memory=True)
         self._can_register = True
         self._can_allocate = True
 
@@ -215,13 +127,10 @@ def _host_memory_of(device: torch.device) -> HostMemory:
     return HostMemory(device)
 
 
-class CudaStream:
-    """A stream of CUDA's. What torch does in three or four calls of Python for each
-    of these takes a third of a unit's time together.
-
-    Args:
-        raw: torch's.
-    """
+class Stream:
+    """Work of a device, done in the order in which it is queued. Other streams and events are the
+    same device's. What torch does in three or four calls of Python for each of these takes a
+    third of a unit's time together."""
 
     __slots__ = ("_passed", "raw")
 
@@ -229,17 +138,20 @@ class CudaStream:
         self.raw = raw
         self._passed = torch.cuda.Event()
 
-    def wait_stream(self, stream: CudaStream) -> None:
+    def wait_stream(self, stream: Stream) -> None:
+        """Let what is queued here from now on wait for what is queued there by now."""
         # A wait is for the point at which the event was recorded by then: it may be
         # recorded again at once.
         passed = stream._passed
         passed.record(stream.raw)
         self.raw.wait_event(passed)
 
-    def wait_event(self, event: Any) -> None:
+    def wait_event(self, event: Event) -> None:
+        """Let what is queued here from now on wait for the event."""
         self.raw.wait_event(event)
 
     def record_event(self) -> Event:
+        """Return the point after all that is queued by now."""
         event = torch.cuda.Event()
         event.record(self.raw)
         return event
@@ -247,10 +159,10 @@ class CudaStream:
 
 class _Current(threading.local):
     """Where a thread's operators are queued, by the device's index: torch takes five
-    microseconds to say so. Nothing but ``CudaGpu.on`` changes it."""
+    microseconds to say so. Nothing but ``Gpu.on`` changes it."""
 
     def __init__(self) -> None:
-        self.streams: dict[int, CudaStream] = {}
+        self.streams: dict[int, Stream] = {}
 
 
 _current = _Current()
@@ -261,7 +173,7 @@ class _On:
 
     __slots__ = ("_before", "_gpu", "_stream")
 
-    def __init__(self, gpu: CudaGpu, stream: CudaStream) -> None:
+    def __init__(self, gpu: Gpu, stream: Stream) -> None:
         self._gpu, self._stream = gpu, stream
 
     def __enter__(self) -> None:
@@ -272,8 +184,8 @@ class _On:
         self._gpu.queue_on(self._before)
 
 
-class CudaGpu:
-    """A CUDA device, by torch.
+class Gpu:
+    """A CUDA device, by torch: its work is queued, and it has its own memory.
 
     Args:
         memory: of the host, in place of what all drivers of the device share.
@@ -282,39 +194,51 @@ class CudaGpu:
     def __init__(self, device: torch.device, memory: HostMemory | None = None) -> None:
         self._device, self._index = device, device.index or 0
         self._memory = memory or _host_memory_of(device)
-        self._capturing: CudaStream | None = None
+        self._capturing: Stream | None = None
 
-    def new_stream(self) -> CudaStream:
-        return CudaStream(torch.cuda.Stream(self._device))
+    def new_stream(self) -> Stream:
+        return Stream(torch.cuda.Stream(self._device))
 
-    def current_stream(self) -> CudaStream:
+    def current_stream(self) -> Stream:
+        """Return where this thread's operators are queued."""
         found = _current.streams.get(self._index)
         if found is None:
-            found = CudaStream(torch.cuda.current_stream(self._device))
+            found = Stream(torch.cuda.current_stream(self._device))
             _current.streams[self._index] = found
         return found
 
-    def on(self, stream: CudaStream) -> AbstractContextManager[object]:
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Queue this thread's operators there, within."""
         return _On(self, stream)
 
-    def queue_on(self, stream: CudaStream) -> None:
-        """This thread's operators are queued there from now on."""
+    def queue_on(self, stream: Stream) -> None:
+        """Queue this thread's operators there from now on."""
         torch.cuda.set_stream(stream.raw)
         _current.streams[self._index] = stream
 
-    def mark(self) -> Mark:
+    def mark(self) -> Event:
+        """Return this point of the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.current_stream().raw)
         return event
 
     def pinned(self, num_bytes: int) -> Tensor:
+        """Return uint8 on the host, which the device copies from and to on its own. It is plain
+        memory where the system pins none: copies are right, and slower."""
         return self._memory.take(num_bytes)
 
     def reads(self, array: NDArray[Any]) -> bool:
+        """Return True if the device copies from there on its own.
+
+        It is pinned memory, or messages' buffers, which then become that. Whoever has it copied
+        keeps the array until that is done.
+        """
         pages = pages_of(array)
         return pages is not None and (pages.unpin is not None or self._memory.register(pages))
 
     def upload(self, host: Tensor) -> Tensor:
+        """Copy host memory to the device. Never waits, and the memory may be written again at
+        once."""
         if host.nbytes > _STAGED_BYTES:
             # Lent to nobody else until it has been copied.
             pinned = self._memory.allocate(host.nbytes)
@@ -323,6 +247,8 @@ class CudaGpu:
         return host.to(self._device, non_blocking=True)
 
     def mapped(self, host: Tensor) -> Tensor | None:
+        """Return memory that ``pinned`` gave, as the device's kernels read it, without a copy.
+        None if they can't. It holds as long as ``host``."""
         if not host.is_contiguous() or not host.is_pinned():
             return None
         try:  # pinned memory has one address for the host and the device
@@ -334,12 +260,20 @@ class CudaGpu:
         return raw.view(host.dtype).view(host.shape)
 
     def room(self, num_bytes: int) -> Tensor:
+        """Return uint8 on the device. Whoever asks keeps it as long as any stream may use it."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def new_pool(self) -> object:
+        """Return memory for what graphs need while they run, one after another."""
         return torch.cuda.graph_pool_handle()
 
-    def capture(self, run: Callable[[], None], pool: object) -> Graph:
+    def capture(self, run: Callable[[], None], pool: object) -> torch.cuda.CUDAGraph:
+        """Return the operators that ``run`` queues on the current stream and on no other.
+        Python's collector must not run meanwhile.
+
+        Raises:
+            Exception: If they can't be captured; torch's, the driver's or Triton's.
+        """
         current = self.current_stream()
         self._capturing = self._capturing or self.new_stream()
         self._capturing.wait_stream(current)
@@ -379,14 +313,12 @@ class _DeviceView:
 
 
 def feed_gpu(device: torch.device) -> None:
-    """Set torch up for a process whose operators run on a GPU; on a CPU do
-    nothing.
+    """Set torch up for a process whose operators run on a GPU; on a CPU do nothing.
 
-    One thread: what is left for the host are copies of some 100 KB, for which
-    OpenMP's threads would have to get cores that R-workers are computing on.
-    Sums of split products in float32: tokens come nearer to the CPU's, and
-    depend less on the batch. Products of float32 in float32, whatever the
-    environment says: TF32 rounds their factors to 10 bits."""
+    One thread: what is left for the host are copies of some 100 KB, for which OpenMP's threads
+    would have to get cores that R-workers are computing on. Sums of split products in float32:
+    tokens come nearer to the CPU's, and depend less on the batch. Products of float32 in float32,
+    whatever the environment says: TF32 rounds their factors to 10 bits."""
     if device.type != "cuda":
         return
     _warn_of_old_torch(torch.__version__)
@@ -415,7 +347,7 @@ def _warn_of_old_torch(version: str) -> None:
 
 def gpu_of(device: torch.device) -> Gpu | None:
     """The device's driver; None: the device is the host."""
-    return CudaGpu(device) if device.type == "cuda" else None
+    return Gpu(device) if device.type == "cuda" else None
 
 
 def clear_cuda_error(cudart: Any, libraries: Iterable[Any] | None = None) -> None:
@@ -451,7 +383,3 @@ def _loaded_cudarts() -> list[ctypes.CDLL]:
 def _unregister(cudart: Any, address: int) -> None:
     if int(cudart.cudaHostUnregister(address)):
         clear_cuda_error(cudart)
-
-
-def _allocate_pinned(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

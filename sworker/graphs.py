@@ -1,21 +1,19 @@
-"""S-steps without launch overhead: a lane's rows in fixed memory, padded to a
-bucket, each unit of work a CUDA graph.
+"""S-steps without launch overhead: a lane's rows in fixed memory, padded to a bucket, each unit
+of work a CUDA graph.
 
-A **unit** is what the S-worker does between two attentions: unit 0 embeds and
-runs the first layer's ``pre_attention``; unit i runs ``post_attention`` of
-layer i - 1 and ``pre_attention`` of layer i; the last one ends with hidden
-states. Everything that a unit reads and writes lies in its lane's buffers, so a
-graph that was captured once is right for every later step of so many rows. Rows
-are independent: what stands in the padding changes nobody's result but the
-shape of the matrix products, whose rounding may depend on it.
+A **unit** is what the S-worker does between two attentions: unit 0 embeds and runs the first
+layer's ``pre_attention``; unit i runs ``post_attention`` of layer i - 1 and ``pre_attention`` of
+layer i; the last one ends with hidden states. Everything that a unit reads and writes lies in its
+lane's buffers, so a graph that was captured once is right for every later step of so many rows.
+Rows are independent: what stands in the padding changes nobody's result but the shape of the
+matrix products, whose rounding may depend on it.
 
-Graphs are captured before the first step, for all lanes that there may ever be
-and as many rows as each may have, the largest first, so that they share memory.
-None is captured later, when a request would wait for it. Units that have no
-graph run without.
+Graphs are captured before the first step, for all lanes that there may ever be and as many rows
+as each may have, the largest first, so that they share memory. None is captured later, when a
+request would wait for it. Units that have no graph run without.
 
-Without capture, as on a CPU, the same code runs the units as they are; that is
-how it is tested there.
+Without capture, as on a CPU, the same code runs the units as they are; that is how it is tested
+there.
 """
 
 from __future__ import annotations
@@ -32,10 +30,9 @@ import torch
 from torch import Tensor
 
 from fastdecode.core.model.spec import ModelSpec
-from sworker.buffers import LENT_LAYERS, to_device
-from sworker.device import Gpu, Graph, gpu_of
+from sworker.buffers import LENT_LAYERS, Feed, to_device
+from sworker.device import Gpu, gpu_of
 from sworker.failures import is_kernel_error
-from sworker.feed import Feed
 from sworker.model.moe import Experts
 from sworker.model.skeleton import LayerRoom, Model
 
@@ -77,8 +74,7 @@ class Buckets:
     def choose(
         cls, lanes: Sequence[LaneGraphs], max_graphs: int, max_rows: int = MAX_GRAPH_ROWS
     ) -> Buckets:
-        """The finest whose graphs are no more than ``max_graphs``; else the
-        coarsest."""
+        """The finest whose graphs are no more than ``max_graphs``; else the coarsest."""
         choices = [cls(max_rows, *choice) for choice in _CHOICES]
         return next((b for b in choices if b.num_graphs(lanes) <= max_graphs), choices[-1])
 
@@ -155,8 +151,7 @@ class StepGraphs:
 
     Args:
         model: on ``device``.
-        capture: whether ``prepare`` captures CUDA graphs; if not, units run as
-            they are.
+        capture: whether ``prepare`` captures CUDA graphs; if not, units run as they are.
         num_lanes: most that there may be.
         lanes: what is captured for each; None: all units of all buckets.
         max_rows: steps of more rows don't come here.
@@ -179,7 +174,9 @@ class StepGraphs:
         self._gpu = gpu or gpu_of(device)
         self.model = model
         self.device = device
-        self._capture = capture and not _waits(model)
+        # Within a unit, the host may have to wait for the device.
+        waits = any(isinstance(x.mlp, Experts) and x.mlp.waits for x in model.layers)
+        self._capture = capture and not waits
         if capture and not self._capture:
             logger.warning(
                 "experts in %s have no grouped product on %s: the host waits to learn their rows, "
@@ -190,7 +187,7 @@ class StepGraphs:
         self._max_graphs = max_graphs
         self.buckets = Buckets.choose(self.lanes, max_graphs, max_rows)
         self._lanes: dict[int, LaneBuffers] = {}
-        self._graphs: dict[Key, Graph] = {}
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         self._pool = self._gpu.new_pool() if self._gpu is not None else None
 
     @property
@@ -252,9 +249,8 @@ class StepGraphs:
         return to_device(host, self.device, self._gpu)
 
     def prepare(self, buckets: Iterable[int] | None = None) -> None:
-        """Take the lanes' memory, and capture what their steps will need, the
-        largest first; for these buckets, or all. Several S-workers do so
-        together."""
+        """Take the lanes' memory, and capture what their steps will need, the largest first; for
+        these buckets, or all. Several S-workers do so together."""
         last = self.num_units - 1
         for lane in range(self.num_lanes):
             self.buffers(lane)
@@ -288,9 +284,8 @@ class StepGraphs:
         return True
 
     def capture(self, key: Key, run: Callable[[], None], what: str) -> None:
-        """Make a graph of what ``run`` does, where graphs are captured and
-        there may be one more. If it can't be captured, nothing will be any
-        more."""
+        """Make a graph of what ``run`` does, where graphs are captured and there may be one more.
+        If it can't be captured, nothing will be any more."""
         if not self._capture or len(self._graphs) >= self._max_graphs:
             return
         assert self._gpu is not None
@@ -349,11 +344,6 @@ class StepGraphs:
             x.copy_(y)
         else:
             torch.add(y, added, out=x)
-
-
-def _waits(model: Model) -> bool:
-    """Whether the host waits for the device within a unit."""
-    return any(isinstance(layer.mlp, Experts) and layer.mlp.waits for layer in model.layers)
 
 
 def _unit(unit: int) -> str:

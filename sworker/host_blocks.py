@@ -8,7 +8,7 @@ Memory that CUDA knows (pinned) is copied at the speed of the bus.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -34,7 +34,6 @@ class HostBlocks:
     """See the module, and ``BlockMemory``.
 
     Args:
-        cache: on the device.
         num_slots: blocks to have room for.
         gpu: the device's driver, in place of torch's.
 
@@ -50,10 +49,11 @@ class HostBlocks:
         self._pairs = [(self._room(pool), pool) for pool in pools]
 
     def copy(self, slots: Sequence[int], blocks: Sequence[int], *, is_fetch: bool) -> None:
-        """See ``BlockMemory``."""
         for slot, block in zip(slots, blocks, strict=True):
-            for stored, cached in self._both(slot, block):
-                there, here = (cached, stored) if is_fetch else (stored, cached)
+            rows = slice(block * self._block_size, (block + 1) * self._block_size)
+            for stored, pool in self._pairs:
+                there, here = stored[slot], pool[:, :, rows]
+                there, here = (here, there) if is_fetch else (there, here)
                 there.copy_(here, non_blocking=True)
 
     def _room(self, pool: Tensor) -> Tensor:
@@ -70,9 +70,3 @@ class HostBlocks:
                 "host's memory: lower ",
                 Given("cache_memory_gb"),
             ) from None
-
-    def _both(self, slot: int, block: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """A slot's memory here, and a block's in the cache."""
-        rows = slice(block * self._block_size, (block + 1) * self._block_size)
-        for stored, pool in self._pairs:
-            yield stored[slot], pool[:, :, rows]

@@ -1,16 +1,15 @@
 """How attention over cached tokens is divided among a GPU's programs: by length.
 
-A **query tile** is one decoded token, or a few tokens of a prompt chunk that follow each
-other. It sees a range of its sequence's tokens, and that range is cut into **pieces** of
-like length. A program takes one piece and one KV head; pieces of one query tile are merged
-by their log-sum-exp. No piece is longer than an equal share of all work (or than
-``MIN_UNITS``, below which a merge costs more than it gives), so that one long sequence
-among short ones is spread over the whole GPU. The longest pieces come first: a GPU hands
-programs out in order, as its multiprocessors fall free.
+A **query tile** is one decoded token, or a few tokens of a prompt chunk that follow each other.
+It sees a range of its sequence's tokens, and that range is cut into **pieces** of like length. A
+program takes one piece and one KV head; pieces of one query tile are merged by their log-sum-exp.
+No piece is longer than an equal share of all work (or than ``MIN_UNITS``, below which a merge
+costs more than it gives), so that one long sequence among short ones is spread over the whole
+GPU. The longest pieces come first: a GPU hands programs out in order, as its multiprocessors fall
+free.
 
-The list lies in one array of a size that doesn't depend on lengths, so that a CUDA graph
-can read it from fixed memory. After FlashInfer's plan (arXiv 2501.01005) and stream-K
-(arXiv 2301.03598).
+The list lies in one array of a size that doesn't depend on lengths, so that a CUDA graph can read
+it from fixed memory. After FlashInfer's plan (arXiv 2501.01005) and stream-K (arXiv 2301.03598).
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class SplitShape:
     """How large a list of pieces may get: what fixed memory is taken for.
 
     Args:
-        num_tiles: query tiles, N.
         num_shares: into how many equal shares all work is divided, of one KV head.
         tile_tokens: tokens of a query tile at most.
     """

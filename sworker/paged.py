@@ -25,7 +25,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol, TypeAlias
@@ -41,8 +41,6 @@ from fastdecode.core.errors import CapacityError, Given
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from sworker.buffers import to_device
 from sworker.dtypes import pack_int4, quantize, torch_dtype, unpack_int4
-from sworker.kernel_trial import BlockKernels as BlockKernels
-from sworker.kernel_trial import Trial
 from sworker.kv_splits import (
     SplitPlan,
     Splits,
@@ -52,13 +50,13 @@ from sworker.kv_splits import (
     plan_splits,
 )
 from sworker.prefill import (
+    add_sinks,
     as_cached,
     can_take_together,
     chunk_attention,
     chunks_together,
     local_causal_attention,
 )
-from sworker.sinks import add_sinks
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +67,15 @@ MAX_CPU_GATHERED_BYTES = 4 << 20
 _DECODE_PROGRAMS_PER_SM, _CHUNK_PROGRAMS_PER_SM = 4, 1
 """For which work is divided: about as many as fit into a multiprocessor."""
 _DEFAULT_NUM_SMS = 128
+
+
+class BlockKernels(Protocol):
+    """What reads and writes blocks where they lie: ``paged_triton``."""
+
+    paged_store: Callable[..., None]
+    paged_decode: Callable[..., None]
+    paged_chunks: Callable[..., None]
+    chunk_tokens: Callable[..., int]
 
 
 @dataclass(frozen=True)
@@ -171,12 +178,11 @@ class PagedKV:
 
     Args:
         kv: heads, dims, dtype and block size.
-        attention: one spec a layer.
         num_blocks: block ids are 0 … num_blocks - 1, the same in every layer.
-        device: where.
         kernels: that read and write blocks where they lie, in place of those
             that there are for the device. They are tried first.
         dtype: of activations; None: the cache's, or float32 with int8.
+        is_tried: ``kernels`` are right, or none are wanted.
 
     Raises:
         CapacityError: the device hasn't the memory.
@@ -190,6 +196,8 @@ class PagedKV:
         device: torch.device,
         kernels: BlockKernels | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        is_tried: bool = False,
     ) -> None:
         self.kv = kv
         self.attention = tuple(attention)
@@ -199,7 +207,7 @@ class PagedKV:
         self.dtype = dtype
         """Of activations."""
         # The trial's memory is given back before the cache takes all that is left.
-        self.kernels = self._tried(kernels or _kernels_of(device), dtype)
+        self.kernels = kernels if is_tried else self._tried(kernels or _kernels_of(device), dtype)
         """None: there are none, or they failed their trial: K and V of decoded
         tokens are gathered side by side."""
         rows = (kv.num_layers, 2, num_blocks * kv.block_size, kv.num_kv_heads)
@@ -236,8 +244,9 @@ class PagedKV:
         """Kernels that work here as plain torch does."""
         if kernels is None or not self.attention or self.kv.dtype is DType.INT4:
             return None
-        trial = Trial(kernels, self.kv, self._device, dtype, gathered_decode)
-        why = trial.refusal(self.attention)
+        from sworker.kernel_trial import refusal  # makes caches of this class
+
+        why = refusal(kernels, self.kv, self.attention, self._device, dtype)
         if why is not None:
             _warn_of_kernels(str(self._device), why)
         return kernels if why is None else None
@@ -332,7 +341,10 @@ class PagedKV:
 
     def _num_shares(self, programs_per_sm: int) -> int:
         """As many pieces of work of one KV head keep all multiprocessors busy."""
-        return -(-programs_per_sm * _num_sms(self.pool.device) // self.kv.num_kv_heads)
+        num_sms, device = _DEFAULT_NUM_SMS, self.pool.device
+        if device.type == "cuda":
+            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        return -(-programs_per_sm * num_sms // self.kv.num_kv_heads)
 
     def _scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
         return None if self.scales is None else (self.scales[layer, 0], self.scales[layer, 1])
@@ -448,12 +460,6 @@ class PagedKV:
             **({} if lse is None else {"lse": lse}),
         )  # fmt: skip
         self._add_sinks(layer, o, lse)
-
-
-def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _DEFAULT_NUM_SMS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache
@@ -590,9 +596,8 @@ def _attend_group(
 def _groups(
     context_lens: NDArray[np.int32], window: int | None, most_tokens: int
 ) -> Iterator[tuple[NDArray[np.int64], int, int]]:
-    """Rows of like length, and the first and past-the-last token that any of
-    them sees: at most ``most_tokens`` of a group, padding included, or one
-    row."""
+    """Rows of like length, and the first and past-the-last token that any of them sees: at most
+    ``most_tokens`` of a group, padding included, or one row."""
     order = np.argsort(-context_lens, kind="stable")
     begin = 0
     while begin < len(order):

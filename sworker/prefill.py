@@ -42,9 +42,8 @@ def as_cached(x: Tensor, dtype: DType) -> Tensor:
         x: [T, Hkv, D].
 
     Returns:
-        [T, Hkv, D] in x's dtype. int8 and int4 round to whole multiples of a
-        float32 scale, one for each token and head: the largest magnitude is 127
-        of them, or 7.
+        [T, Hkv, D] in x's dtype. int8 and int4 round to whole multiples of a float32 scale, one
+        for each token and head: the largest magnitude is 127 of them, or 7.
     """
     if dtype.is_float:
         return x.to(torch_dtype(dtype)).to(x.dtype)
@@ -55,22 +54,18 @@ def as_cached(x: Tensor, dtype: DType) -> Tensor:
 def local_causal_attention(
     q: Tensor, k: Tensor, v: Tensor, starts: Sequence[int], spec: AttentionSpec, *, want_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of new tokens to the new tokens of their own sequence, up to
-    their own position.
+    """Attention of new tokens to the new tokens of their own sequence, up to their own position.
 
     Args:
         q: [T, Hq, D], the rows of all sequences, one sequence after the other.
         k, v: [T, Hkv, D], in q's dtype.
-        starts: the first row of each sequence, ascending from 0; T may stand at
-            the end.
-        spec: the layer's attention.
-        want_lse: whether the log-sum-exp of the scores is wanted, to merge with
-            a past.
+        starts: the first row of each sequence, ascending from 0; T may stand at the end.
+        want_lse: whether the log-sum-exp of the scores is wanted, to merge with a past.
 
     Returns:
-        o [T, Hq, D] in q's dtype, and the natural log-sum-exp, float32 [T, Hq],
-        or None. Scores, softmax and sums are float32 (on CUDA, the fused kernel
-        rounds softmax weights to q's dtype for its second product).
+        o [T, Hq, D] in q's dtype, and the natural log-sum-exp, float32 [T, Hq], or None. Scores,
+        softmax and sums are float32 (on CUDA, the fused kernel rounds softmax weights to q's
+        dtype for its second product).
     """
     num_tokens = q.shape[0]
     assert q.shape == (num_tokens, spec.num_q_heads, spec.head_dim)
@@ -101,14 +96,12 @@ def local_causal_attention(
 def chunk_attention(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, lse: Tensor | None = None
 ) -> Tensor:
-    """The last n tokens of one sequence attend to all of it, up to their own
-    position.
+    """The last n tokens of one sequence attend to all of it, up to their own position.
 
     Args:
         q: [n, Hq, D].
         k, v: [L, Hkv, D], L >= n, in q's dtype.
-        lse: the natural log-sum-exp, float32 [n, Hq], written; None: it isn't
-            wanted.
+        lse: the natural log-sum-exp, float32 [n, Hq], written; None: it isn't wanted.
 
     Returns:
         o [n, Hq, D] in q's dtype; accuracy as in ``local_causal_attention``.
@@ -133,12 +126,10 @@ def chunks_together(
     num_keys: Sequence[int],
     spec: AttentionSpec,
 ) -> Tensor:
-    """``chunk_attention`` of several sequences in one call. Only if
-    ``can_take_together``.
+    """``chunk_attention`` of several sequences in one call. Only if ``can_take_together``.
 
     Args:
-        q: [sum(num_new), Hq, D], the rows of all sequences, one sequence after
-            the other.
+        q: [sum(num_new), Hq, D], the rows of all sequences, one sequence after the other.
         k, v: [sum(num_keys), Hkv, D], likewise; num_keys[i] >= num_new[i].
     """
     # The kernel's causal mask is aligned with the last query and the last key.
@@ -176,6 +167,20 @@ def merge_attention(
     part_a = (o_a.float() * share_a).masked_fill(none_a[..., None], 0.0)
     part_b = (o_b.float() * share_b).masked_fill(none_b[..., None], 0.0)
     return (part_a + part_b).to(o_a.dtype), greatest + total.log()
+
+
+def add_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Let sinks take their part of o, in place.
+
+    A sink is a head's learned score that takes part in the softmax and has no value (gpt-oss;
+    arXiv 2309.17453). It enters once, after the last merge.
+
+    Args:
+        o: attention without sinks, [T, Hq, D].
+        lse: of the scores, natural log, float32 [T, Hq]; inf for rows that had their sinks.
+        sinks: float32 [Hq].
+    """
+    o.copy_(o.float() * torch.sigmoid(lse - sinks)[..., None])
 
 
 def _attend_sequence(
@@ -230,10 +235,9 @@ def _fused_together(
     o: Tensor,
     lse: Tensor | None,
 ) -> bool:
-    """Plain causal attention of all sequences in one call: FlashAttention's for
-    variable lengths, which reads each KV head once for its group (arXiv
-    2307.08691). A sequence's result is the one that it has alone. False if
-    torch's gives the log-sum-exp in another way."""
+    """Plain causal attention of all sequences in one call: FlashAttention's for variable lengths,
+    which reads each KV head once for its group (arXiv 2307.08691). A sequence's result is the one
+    that it has alone. False if torch's gives the log-sum-exp in another way."""
     found, log_sum = _ragged_kernel(q, k, v, lengths, lengths, spec)
     if lse is not None:
         if log_sum.shape != lse.shape[::-1]:  # older ones give it padded, by sequence
@@ -288,9 +292,8 @@ def _fused(
     *,
     causal: bool = True,
 ) -> bool:
-    """Plain attention on a CPU, causal or to all keys, by a kernel that never
-    holds all scores. False elsewhere, or if torch's doesn't give a log-sum-exp
-    that is wanted."""
+    """Plain attention on a CPU, causal or to all keys, by a kernel that never holds all scores.
+    False elsewhere, or if torch's doesn't give a log-sum-exp that is wanted."""
     with_lse = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
     if q.device.type != "cpu" or (lse is not None and with_lse is None):
         return False

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -68,7 +67,8 @@ class StepTables:
         num_rows, num_decoded, width, start, stop, num_first, num_copies, num_later = sizes
         bounds = packed[at : at + 3 * num_later].reshape(-1, 3).tolist()
         counts = [num_rows, num_decoded * width, num_decoded, num_first, num_copies, num_copies]
-        parts = _cut(packed[at + 3 * num_later :], counts + [count for _, _, count in bounds])
+        ends = np.cumsum(counts + [count for _, _, count in bounds])[:-1]
+        parts = np.split(packed[at + 3 * num_later :], ends)
         slots, tables, context_lens, first_starts, sources, targets, *later = parts
         return cls(
             slots,
@@ -83,13 +83,6 @@ class StepTables:
 
 
 _NUM_SIZES = 8
-
-
-def _cut(packed: Ids, counts: list[int]) -> Iterator[Ids]:
-    at = 0
-    for count in counts:
-        yield packed[at : at + count]
-        at += count
 
 
 @dataclass(frozen=True)

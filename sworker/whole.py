@@ -17,8 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sworker.buffers import to_device
-from sworker.feed import Feed
+from sworker.buffers import Feed, to_device
 from sworker.graphs import StepGraphs
 from sworker.kv_splits import Splits
 from sworker.paged import NOWHERE, PagedKV, PagedStep, Window
@@ -93,7 +92,6 @@ class WholeSteps:
     Args:
         graphs: the model, its lanes' memory and buckets, and the graphs.
         cache: K and V, with kernels that read them where they lie.
-        max_tokens: of the longest sequence.
     """
 
     def __init__(self, graphs: StepGraphs, cache: PagedKV, max_tokens: int) -> None:
@@ -106,9 +104,8 @@ class WholeSteps:
     def prepare(
         self, buckets: Iterable[int] | None = None, *, only_lane: int | None = None
     ) -> None:
-        """Take the memory of all lanes, and capture their steps; of these
-        buckets, or all. No sequence has been stored yet. ``only_lane``: of this
-        one alone, and its slices, too."""
+        """Take the memory of all lanes, and capture their steps; of these buckets, or all. No
+        sequence has been stored yet. ``only_lane``: of this one alone, and its slices, too."""
         lanes = range(self.graphs.num_lanes) if only_lane is None else (only_lane,)
         for lane in lanes:
             self._room(lane)
@@ -119,15 +116,11 @@ class WholeSteps:
             for lane in set(lanes).intersection(self.graphs.lanes_of(bucket)):
                 run = partial(self._step, lane, bucket)
                 self.graphs.capture((lane, _WHOLE, bucket), run, _WHAT)
-            if only_lane is not None:
-                self._capture_slices(only_lane, bucket)
-
-    def _capture_slices(self, lane: int, bucket: int) -> None:
-        if lane in self.graphs.lanes_of(bucket):
-            for number in range(len(self.slices)):
-                run = partial(self._slice, lane, number, bucket)
-                what = "some layers of a decode step"
-                self.graphs.capture((lane, _FIRST_SLICE - number, bucket), run, what)
+            if only_lane is not None and only_lane in self.graphs.lanes_of(bucket):
+                for number in range(len(self.slices)):
+                    run = partial(self._slice, only_lane, number, bucket)
+                    what = "some layers of a decode step"
+                    self.graphs.capture((only_lane, _FIRST_SLICE - number, bucket), run, what)
 
     def takes(self, step: PagedStep) -> bool:
         """Whether it is a step for ``run``."""
@@ -147,8 +140,7 @@ class WholeSteps:
         Args:
             rows: token ids and positions, int64 [2, T], on the host.
             feed: token ids that the host doesn't know.
-            x: what the stage before has come to, [T, hidden], on the host, in
-                place of token ids.
+            x: what the stage before has come to, [T, hidden], on the host, in place of token ids.
 
         Returns:
             Hidden states [T, hidden], in the lane's memory.

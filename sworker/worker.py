@@ -1,12 +1,11 @@
-"""The S-worker: runs every layer that has weights over a step's rows, and draws
-tokens from the logits.
+"""The S-worker: runs every layer that has weights over a step's rows, and draws tokens from the
+logits.
 
-A ``Pass`` is one step's way through the layers, cut where attention is somebody
-else's: each ``advance`` runs ``post_attention`` of one layer and
-``pre_attention`` of the next as one unit of work (an S-step). Several passes
-can be under way at once; which of them goes on is the caller's affair. On a GPU
-nothing here waits for the device: units are queued, and results are tensors
-that will be there.
+A ``Pass`` is one step's way through the layers, cut where attention is somebody else's: each
+``advance`` runs ``post_attention`` of one layer and ``pre_attention`` of the next as one unit of
+work (an S-step). Several passes can be under way at once; which of them goes on is the caller's
+affair. On a GPU nothing here waits for the device: units are queued, and results are tensors that
+will be there.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.model.spec import ModelSpec
-from sworker.buffers import KEPT_ROWS, LENT_LAYERS, Fetch, Fetched
-from sworker.device import Gpu, Mark, gpu_of
-from sworker.feed import Feed
+from sworker.buffers import KEPT_ROWS, LENT_LAYERS, Feed, Fetch, Fetched
+from sworker.device import Event, Gpu, gpu_of
 from sworker.graphs import StepGraphs
 from sworker.host_blocks import BlockMemory
-from sworker.kernels.spinning import IdleThreads
+from sworker.kernels.threads import IdleThreads
 from sworker.model.skeleton import LayerRoom, Model, make_rooms
 from sworker.paged import PagedKV
 from sworker.sampling.sampler import Drawing, SampledToken, SamplingState, draw
@@ -35,8 +33,7 @@ from sworker.step_tables import StepInputs
 from sworker.swap.swapped import LaneMover, SwappedKV
 
 _DRAWN_BYTES = 64 << 10
-"""Of what is drawn for a lane, to begin with: 2,700 tokens, fewer with
-logprobs."""
+"""Of what is drawn for a lane, to begin with: 2,700 tokens, fewer with logprobs."""
 _NO_ROOM = (None,)
 TIMED_LAYERS = 8
 """Of so many layers one is timed: a mark takes a microsecond or two of the
@@ -47,11 +44,8 @@ class SWorker:
     """A model on a device. It holds no KV and no sequence state.
 
     Args:
-        spec: the whole model's.
         model: the model, or this rank's part of it.
-        device: where it is.
-        graphs: runs small steps in fixed memory, as CUDA graphs; None: every
-            step as it is.
+        graphs: runs small steps in fixed memory, as CUDA graphs; None: every step as it is.
         gpu: the device's driver, in place of the one that torch has.
         num_lanes: for which memory is taken now; for more, when they come.
         idle_threads: watches whether others want the cores; None: nothing does.
@@ -85,14 +79,13 @@ class SWorker:
     def begin(
         self, rows: Tensor, lane: int = 0, feed: Feed | None = None, x: Tensor | None = None
     ) -> Pass:
-        """Run a step up to its first layer's attention. At most one step of a lane is
-        under way.
+        """Run a step up to its first layer's attention. At most one step of a lane is under way.
 
         Args:
             rows: token ids and positions, int64 [2, T], on the host.
             feed: token ids that the host doesn't know.
-            x: the output [T, hidden] of the stage before, on the host; token ids don't
-                count then.
+            x: the output [T, hidden] of the stage before, on the host; token ids don't count
+                then.
         """
         self.look_at_cores()
         return self.begin_alone(rows, lane, feed, x)
@@ -130,16 +123,6 @@ class SWorker:
         [T, hidden]. ``inputs``: of a step that attends on this device."""
         return WholePass(self, run)
 
-    def embed(self, rows: Tensor, lane: int) -> Pass:
-        """A step whose layers run in other stages: its rows are embedded, and nothing
-        more. rows: see ``begin``."""
-
-        def embed() -> Tensor:
-            token_ids, positions = self.upload(rows)
-            return self.model.embed(token_ids, positions)
-
-        return WholePass(self, embed)
-
     @property
     def sinks(self) -> tuple[Tensor, ...] | None:
         """Of the heads that attend on this device; see ``Model``."""
@@ -162,20 +145,14 @@ class SWorker:
             cache.sinks = self.sinks
         return lanes
 
-    def begin_here(self, inputs: StepInputs, feed: Feed | None = None) -> Pass:
-        """``begin`` a step that attends on this device layer by layer: q, k and v are of
-        the heads that it keeps."""
-        return self.begin(inputs.rows, inputs.lane, feed, inputs.x)
-
     def together(self) -> AbstractContextManager[object]:
         """Within, all S-workers that act as one compute."""
         return contextlib.nullcontext()
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, states: Sequence[SamplingState], lane: int = 0) -> Drawing:
-        """Start drawing the next token of each row's sequence: logits float32
-        [R, vocab], R >= 1, one state a row. Waits for nothing; at most one
-        drawing of a lane is under way."""
+        """Start drawing the next token of each row's sequence: logits float32 [R, vocab], R >= 1,
+        one state a row. Waits for nothing; at most one drawing of a lane is under way."""
         return draw(logits, states, self._fetch(lane))
 
     @torch.inference_mode()
@@ -184,8 +161,7 @@ class SWorker:
         return drawing.result()
 
     def check(self) -> None:
-        """See that what was computed until now means something, once it has come
-        to the host.
+        """See that what was computed until now means something, once it has come to the host.
 
         Raises:
             WorkerError: an S-worker that this one acts as one with is lost.
@@ -256,9 +232,8 @@ class Pass:
             self._begin(rows, feed, x)
 
     def advance(self, o: Tensor) -> bool:
-        """Go on with the attention's output o [T, Hq, D]. True: the next
-        layer's q, k, v are there; False: that was the last layer, and
-        ``logits`` may be asked for, or ``output``."""
+        """Go on with the attention's output o [T, Hq, D]. True: the next layer's q, k, v are
+        there; False: that was the last layer, and ``logits`` may be asked for, or ``output``."""
         is_last = self.layer + 1 == len(self._layers)
         self.layer += not is_last
         with self._inference:  # as a decorator it would be made anew in each layer
@@ -381,20 +356,19 @@ class WholePass(Pass):
 
 
 class DeviceTimer:
-    """Adds up what a GPU spends on the blocks that it is entered around,
-    without waiting for any.
+    """Adds up what a GPU spends on the blocks that it is entered around, without waiting for any.
 
     Args:
         gpu: None: the device is the host, and nothing is measured.
-        every: of so many blocks that are alike one is measured, the second
-            first, and stands for all.
+        every: of so many blocks that are alike one is measured, the second first, and stands for
+            all.
     """
 
     def __init__(self, gpu: Gpu | None, *, every: int = 1) -> None:
         self._gpu, self._every = gpu, every
         self._num_blocks = 0
-        self._spans: list[tuple[Mark, Mark]] = []
-        self._start: Mark | None = None
+        self._spans: list[tuple[Event, Event]] = []
+        self._start: Event | None = None
         self.is_used = gpu is not None
         """Whether it measures anything."""
 

@@ -75,6 +75,49 @@ def dense(
     return o.flatten(1, 2), lse.T
 
 
+class ReferenceAttention:
+    """Appends, then attends, one sequence at a time.
+
+    ``begin_step`` names the sequences of the coming pass; then this is its ``attend``.
+    """
+
+    def __init__(
+        self, attention: Sequence[AttentionSpec], sinks: Sequence[Tensor] | None = None
+    ) -> None:
+        self.attention, self.sinks = tuple(attention), sinks
+        # (sequence, layer) → K, V [L, Hkv, D]
+        self._cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._lengths: dict[int, int] = {}
+        self._step: list[tuple[int, int]] = []
+
+    def begin_step(self, sequence_ids: Sequence[int], num_new: Sequence[int]) -> Tensor:
+        """Append ``num_new`` tokens to each sequence. Returns their positions, int64 [T]."""
+        self._step = list(zip(sequence_ids, num_new, strict=True))
+        positions = []
+        for sequence, count in self._step:
+            past = self._lengths.get(sequence, 0)
+            positions.append(torch.arange(past, past + count))
+            self._lengths[sequence] = past + count
+        return torch.cat(positions)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        counts = [count for _, count in self._step]
+        outputs = []
+        for (sequence, _), *qkv in zip(
+            self._step, *(torch.split(x, counts) for x in (q, k, v)), strict=True
+        ):
+            q_new, k_new, v_new = qkv
+            if (sequence, layer) in self._cache:
+                k_past, v_past = self._cache[sequence, layer]
+                k_new, v_new = torch.cat((k_past, k_new)), torch.cat((v_past, v_new))
+            self._cache[sequence, layer] = k_new, v_new
+            sinks = None if self.sinks is None else self.sinks[layer]
+            past = len(k_new) - len(q_new)
+            o, _ = dense(q_new, k_new, v_new, self.attention[layer], past=past, sinks=sinks)
+            outputs.append(o.to(q.dtype))
+        return torch.cat(outputs)
+
+
 @dataclass(frozen=True)
 class Case:
     """What is attended, by two KV heads."""

@@ -29,8 +29,8 @@ from fastdecode.engine.fleet.pool import MixedPool, WorkerPool
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.setup.reach import reach_device
 from fastdecode.engine.setup.workers import Reached, reach_threads
-from fastdecode.engine.step.attention import Attention
 from fastdecode.engine.step.device import DeviceWorker, whole_steps
+from fastdecode.engine.step.lane_step import Attention
 from fastdecode.engine.step.mixed_step import DeviceLane, MixedAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.prompts import DevicePrefill
@@ -38,9 +38,7 @@ from fastdecode.engine.step.remote import AttentionPlan
 from fastdecode.engine.step.swapped import LaneExecutor, SwappedLanes
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.schedule.hybrid.control import HybridOptions
-from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
-from fastdecode.schedule.hybrid.inputs import Guess
-from fastdecode.schedule.hybrid.rule import Margins
+from fastdecode.schedule.hybrid.forecast import Costs, Course, Guess, Known, Layout
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.reserving.holder_choice import OwnHolders
@@ -244,7 +242,7 @@ def record_drawn(gpu: RecordedGpu, s_worker: SWorker) -> None:
 def _sent_away(device: HolderId, layout: Layout) -> HybridOptions:
     """Whoever finds no room on the device goes to R-workers."""
 
-    def rule(known: Known, now: Course, costs: Costs, margins: Margins) -> Course:
+    def rule(known: Known, now: Course, costs: Costs, error: float) -> Course:
         return Course(layout, len(known.waiting))
 
     # However long asking takes: else the next time might be too soon.

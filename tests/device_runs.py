@@ -22,14 +22,13 @@ from fastdecode.core.holders import Holder, HolderId, HolderKind, Part, PartId, 
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
-from fastdecode.engine.step.attention import Attention
 from fastdecode.engine.step.batch import StepBatch
-from fastdecode.engine.step.lane_step import LaneStep
+from fastdecode.engine.step.lane_step import Attention, LaneStep
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import AttentionPlan
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import Attend, AttendResult, BeginStep
-from sworker.feed import Feed
+from sworker.buffers import Feed
 from sworker.graphs import StepGraphs
 from sworker.load.weights import random_model
 from sworker.model.skeleton import Model

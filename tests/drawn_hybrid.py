@@ -13,7 +13,7 @@ from fastdecode.core.config.groups import Batching
 from fastdecode.core.holders import HolderId
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.hybrid.control import HybridControl, HybridOptions
-from fastdecode.schedule.hybrid.inputs import Guess
+from fastdecode.schedule.hybrid.forecast import Guess
 from fastdecode.schedule.life.events import Run
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
@@ -26,13 +26,12 @@ from fastdecode.schedule.times import Prompts, StepTime, num_tokens_of
 
 @dataclass
 class SharedDevice:
-    """KV on both sides: lanes share a device and R-workers, and step when they
-    are ready. Lane 0 has the sequences whose KV is on the device.
+    """KV on both sides: lanes share a device and R-workers, and step when they are ready. Lane 0
+    has the sequences whose KV is on the device.
 
-    In between, lanes continue at the speed that the device and the R-workers leave
-    them: an away lane needs the device for its S-part, and R-workers for its
-    attention, and waits for a layer of the home lane's before each of its own;
-    the home lane has what is left of the device.
+    In between, lanes continue at the speed that the device and the R-workers leave them: an away
+    lane needs the device for its S-part, and R-workers for its attention, and waits for a layer
+    of the home lane's before each of its own; the home lane has what is left of the device.
 
     Args:
         times: what steps take, the device's attention as if it were an R-worker's.
@@ -178,8 +177,7 @@ def judge(case: DrawnCase, *, error: float = 0.0, random: Random | None = None) 
     """Run a case both ways.
 
     Args:
-        error: what is predicted may be off by this part, for good; the rule is
-            told so.
+        error: what is predicted may be off by this part, for good; the rule knows it.
         random: what predictions are drawn by.
     """
     alone = run(replace(case, blocks=(*([0] * (len(case.blocks) - 1)), case.blocks[-1])), None)[0]

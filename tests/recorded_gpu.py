@@ -1,12 +1,11 @@
-"""A GPU that isn't there: operators run at once on the CPU, and what orders
-them is recorded. Two accesses to the same bytes, one of which writes, that
-nothing orders are a race.
+"""A GPU that isn't there: operators run at once on the CPU, and what orders them is recorded. Two
+accesses to the same bytes, one of which writes, that nothing orders are a race.
 
-Every stream and the host have a vector clock (Lamport; Mattern 1988): what a
-stream does comes after all that the host did before it queued it, and after
-what the stream was told to wait for; what the host does comes after the events
-that it waited for. Device memory is ordinary memory. Who touches what is told
-by a ``TorchDispatchMode``, and by whoever reads or writes arrays beside torch.
+Every stream and the host have a vector clock (Lamport; Mattern 1988): what a stream does comes
+after all that the host did before it queued it, and after what the stream was told to wait for;
+what the host does comes after the events that it waited for. Device memory is ordinary memory.
+Who touches what is told by a ``TorchDispatchMode``, and by whoever reads or writes arrays beside
+torch.
 """
 
 from __future__ import annotations
@@ -59,9 +58,8 @@ class Checker:
 
     @property
     def unkept(self) -> list[str]:
-        """Uses of device memory by a stream other than the computing one, for
-        which nothing keeps its allocator from lending it to somebody else
-        meanwhile."""
+        """Uses of device memory by a stream other than the computing one, for which nothing keeps
+        its allocator from lending it to somebody else meanwhile."""
         return [what for first, what in self._used_elsewhere.items() if not self._stays(first)]
 
     def join(self, who: str, clock: Clock) -> None:

@@ -175,9 +175,8 @@ def _count_scores(variant, job, num_tokens):
 
 @part
 def _ask(variant, job, keys, of_values, num_tokens):
-    """Whether a product has to prefetch the whole of one piece while it runs. It hasn't
-    where the walk has ended, or where the piece has few tokens: their lines are prefetched
-    here.
+    """Whether a product has to prefetch the whole of one piece while it runs. It hasn't where the
+    walk has ended, or where the piece has few tokens: their lines are prefetched here.
 
     Args:
         keys: where the piece's head begins.

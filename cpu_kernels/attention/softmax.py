@@ -121,18 +121,17 @@ def scale_values(variant, num_scores, scales, num_tokens, v_scales):
 def weigh_scores(
     variant, num_scores, factor, value_unit, top, scores, v_scales, tops, totals, factors, weights
 ):
-    """exp2(score · factor - running max) as operand rows of the product with V;
-    running maxima and sums brought on.
+    """exp2(score · factor - running max) as operand rows of the product with V; running maxima
+    and sums brought on.
 
-    Float weights are relative to the running max; integer ones to the block's
-    own, or they would lose their digits.
+    Float weights are relative to the running max; integer ones to the block's own, or they would
+    lose their digits.
 
     Args:
         top: the column of the scores' largest lanes.
-        tops, totals: the rows' running maxima (in powers of two) and sums, a
-            vector each.
-        factors: gets what the rows' state has to be multiplied with first, and
-            after it what a unit of integer weight is worth, a vector each.
+        tops, totals: the rows' running maxima (in powers of two) and sums, a vector each.
+        factors: gets what the rows' state has to be multiplied with first, and after it what a
+            unit of integer weight is worth, a vector each.
     """
     own = fold_rows(top, larger) * fill_lanes(variant, factor)
     old = load_lanes(variant, tops)

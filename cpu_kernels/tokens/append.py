@@ -1,12 +1,11 @@
 # mypy: ignore-errors
 # Compiled functions, and what emits their instructions: their types are not Python's.
-"""Writing tokens' K and V into their blocks, quantised where the cache is, or
-as they were read out of others.
+"""Writing tokens' K and V into their blocks, quantised where the cache is, or as they were read
+out of others.
 
-A token's K is a column: one cell in every row of its block's K; its V is one
-element in every cell of a row. What isn't a stored row yet becomes one first,
-token by token; stored rows are written in runs. Units are KV heads, so that no
-two threads ever write to the same cell.
+A token's K is a column: one cell in every row of its block's K; its V is one element in every
+cell of a row. What isn't a stored row yet becomes one first, token by token; stored rows are
+written in runs. Units are KV heads, so that no two threads ever write to the same cell.
 """
 
 from __future__ import annotations
@@ -120,8 +119,7 @@ def _stored_bytes(shape):
 
 @part
 def _make_row(job, shape, source, codes, row):
-    """One head's K or V of a token → a stored row. Returns its scale, where it
-    is made here."""
+    """One head's K or V of a token → a stored row. Returns its scale, where it is made here."""
     if shape.source != shape.dtype:
         read_row(shape.source, source, shape.head_dim, row)
         scale = _encode_row(shape.dtype, row, shape.head_dim, codes)
@@ -213,9 +211,8 @@ def _put_scale(shape, base, offset, k_scale, v_scale):
 
 @part
 def _ask_for(job, shape, token, head):
-    """Ask for the memory of a token's cells: while a sequence decodes, each of
-    its K's cells is in a cache line of its own, and none of them was touched
-    since the token before."""
+    """Ask for the memory of a token's cells: while a sequence decodes, each of its K's cells is
+    in a cache line of its own, and none of them was touched since the token before."""
     slot = load_i64(job.slots + 8 * token)
     base, offset = cells_of(job, shape, slot, head)
     cell_bytes = 2 if shape.dtype == FLOAT16 else 4

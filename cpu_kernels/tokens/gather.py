@@ -1,7 +1,6 @@
 # mypy: ignore-errors
 # Compiled functions, and what emits their instructions: their types are not Python's.
-"""Reading tokens' K and V out of their blocks, as they are stored: the inverse
-of ``append``.
+"""Reading tokens' K and V out of their blocks, as they are stored: the inverse of ``append``.
 
 Units are a head's ``UNIT_TOKENS`` tokens: no two write to the same row.
 """

@@ -246,8 +246,7 @@ def _r_worker(asked: NetMeasurement) -> Iterator[tuple[RConnection, str]]:
 
 def _finish(out: Path, profile: Any, lines: Sequence[str], part: str, **known: float) -> int:
     """Write a profile, and print doubts about it, ``lines``, and how to use it. Return 0."""
-    from fastdecode.core.doubts import doubts
-    from fastdecode.core.measurement import write_profile
+    from fastdecode.core.measurement import doubts, write_profile
 
     found = doubts(profile, **known)
     for doubt in found:

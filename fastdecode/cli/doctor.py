@@ -24,11 +24,10 @@ from fastdecode.conversations.store import FILE, inspect
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.options import option, switch
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError
+from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError, pip_command
 from fastdecode.core.holders import HolderId
 from fastdecode.core.host.cpus import cpu_quota
 from fastdecode.core.host.facts import HostFacts, lacks_for_triton, this_host
-from fastdecode.core.install import pip_command
 from fastdecode.measure.doctor import (
     Finding,
     ModelFacts,

@@ -27,8 +27,7 @@ from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.instances import PlacedInstance
 from fastdecode.core.config.options import option, switch
 from fastdecode.core.config.placement import read_placement
-from fastdecode.core.errors import ConfigError
-from fastdecode.core.install import pip_command
+from fastdecode.core.errors import ConfigError, pip_command
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.os_errors import explained
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, stop_signals

@@ -48,14 +48,12 @@ class Delta:
     error: FastDecodeError | None = None
     """Ends the whole request, all of its sequences."""
     num_cached_tokens: Count = 0
-    """Of the prompt, those that this sequence didn't run; told with its last
-    delta."""
+    """Of the prompt, those that this sequence didn't run; told with its last delta."""
     sources: Sources = ()
     """Where blocks of its tokens may be read. If they are held, the request is handed over, and
     they are held until it is cancelled."""
     has_fetched: bool = False
-    """What was offered of the prompt has been fetched, and isn't needed any
-    more where it was."""
+    """What was offered of the prompt has been fetched, and isn't needed any more where it was."""
     fetch_failed: bool = False
     """It couldn't be fetched: its prompt is run again."""
     stop_reason: TokenId | str | None = None
@@ -123,7 +121,6 @@ class OutputFold:
     """One request's deltas, put together.
 
     Args:
-        request_id: of all of them.
         prompt: given back with the output.
         num_sequences: the request's ``n``.
     """
@@ -183,13 +180,12 @@ def _completion(parts: list[Delta], reason: FinishReason) -> Completion:
 class DeltaQueue:
     """Deltas on their way from the thread that owns an engine to one reader.
 
-    A reader that is slow costs the engine nothing: it finds one delta a
-    sequence, however many steps were made since it looked. So what waits here
-    is bounded by what the reader has asked for and not read yet.
+    A reader that is slow costs the engine nothing: it finds one delta a sequence, however many
+    steps were made since it looked. So what waits here is bounded by what the reader has asked
+    for and not read yet.
 
     Args:
-        every_step: be told after every step; or of each sequence only once it
-            is over.
+        every_step: be told after every step; or of each sequence only once it is over.
     """
 
     def __init__(self, *, every_step: bool = True) -> None:

@@ -1,8 +1,7 @@
 """Element types of weights, activations and the KV cache.
 
-NumPy has no bfloat16 and Numba has no float16 on CPUs, so outside torch a
-16-bit float travels and rests as its bits in ``uint16``; the ``DType`` beside
-the array says how to read them.
+NumPy has no bfloat16 and Numba has no float16 on CPUs, so outside torch a 16-bit float travels
+and rests as its bits in ``uint16``; the ``DType`` beside the array says how to read them.
 """
 
 from __future__ import annotations
@@ -77,8 +76,7 @@ class DType(str, Enum):
             or_auto: whether the option may also be auto: an error names it.
 
         Raises:
-            ConfigError: there is no such dtype; the message lists the names that
-                there are.
+            ConfigError: there is no such dtype; the message lists the names that there are.
         """
         plain = name.lower().removeprefix("torch.")
         known = [dtype for dtype in cls if dtype.is_float or of_kv]

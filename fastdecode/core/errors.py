@@ -8,7 +8,7 @@
     ├── ModelError                  a model directory can't be used                       (exit 2)
     │   ├── UnsupportedModelError   we don't implement this architecture or feature
     │   └── CheckpointError         its files are missing, broken or don't match the config
-    ├── RequestError                one request is bad; all others go on                  (exit 3)
+    ├── RequestError                one request is bad; all others continue               (exit 3)
     ├── CapacityError               out of KV blocks or memory; a refusal, never a crash
     ├── ProtocolError               a peer sent something that the protocol forbids
     └── WorkerError                 a worker failed, named by its rank or thread          (exit 4)
@@ -21,11 +21,11 @@ process boundary raises one of these; ``assert`` is for our own invariants.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Final, NoReturn, TypeVar
-
-from fastdecode.core.install import pip_command
 
 CHILD_DIED: Final = "child_died"
 """Code of a RequestError that isn't the request's fault: the same request may succeed."""
@@ -58,9 +58,8 @@ class Given:
 
 
 def without_frames(error: _E) -> _E:
-    """The error, and whatever it came of, without their tracebacks: kept ones
-    would keep alive all that their frames hold, such as the engine that keeps
-    the error."""
+    """The error, and whatever it came of, without their tracebacks: kept ones would keep alive
+    all that their frames hold, such as the engine that keeps the error."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:
@@ -76,9 +75,8 @@ class FastDecodeError(Exception):
     """Base of every deliberate error.
 
     Args:
-        words: the message, in pieces: texts, and the parameters that it speaks
-            of. A command line, where options have other names, says those its
-            own way (``told``).
+        words: the message, in pieces: texts, and the parameters that it speaks of. A command
+            line, where options have other names, says those its own way (``told``).
         code: stable across releases; the message is not. None: the class's own.
     """
 
@@ -106,6 +104,33 @@ class ConfigError(FastDecodeError):
     exit_code = 2
     is_of_command_line = False
     """Every rank with the same command line finds it, on any host."""
+
+
+def pip_command(extra: str, installed: metadata.Distribution | None = None) -> str:
+    """Return the command that installs an extra, for a checkout or for a package.
+
+    Args:
+        installed: How FastDecode was installed. By default, as this Python has it.
+    """
+    if installed is None:
+        try:
+            installed = metadata.distribution("fastdecode")
+        except metadata.PackageNotFoundError:  # nobody installed it: this is a checkout on the path
+            return _of_checkout(extra)
+    return _of_checkout(extra) if _is_editable(installed) else f"pip install 'fastdecode[{extra}]'"
+
+
+def _of_checkout(extra: str) -> str:
+    return f"pip install -e '.[{extra}]'"
+
+
+def _is_editable(installed: metadata.Distribution) -> bool:
+    """Return whether pip installed a checkout (PEP 610)."""
+    try:
+        origin = json.loads(installed.read_text("direct_url.json") or "{}")
+        return bool(origin.get("dir_info", {}).get("editable", False))
+    except (ValueError, AttributeError):
+        return False
 
 
 class MissingExtraError(ConfigError):
@@ -174,7 +199,7 @@ class CheckpointError(ModelError):
 
 
 class RequestError(FastDecodeError):
-    """One request is bad. It is answered with this error; every other request goes on."""
+    """One request is bad. It is answered with this error; every other request continues."""
 
     default_code = "invalid_request"
     exit_code = 3

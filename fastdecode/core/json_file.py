@@ -1,6 +1,5 @@
-"""Small files that people or other programs wrote: read whole and bounded,
-written whole or not at all. A name may stand for a pipe or a device that never
-ends, and a file may be of any size."""
+"""Small files that people or other programs wrote: read whole and bounded, written whole or not
+at all. A name may stand for a pipe or a device that never ends, and a file may be of any size."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ def read_object(
         parse: of another format than JSON; raises ValueError.
 
     Raises:
-        FastDecodeError: as ``refuse`` words it: see ``read_bytes``, or it holds
-            something else.
+        FastDecodeError: as ``refuse`` words it: see ``read_bytes``, or it holds something else.
     """
     data = read_bytes(path, most_bytes=most_bytes, refuse=refuse)
     try:

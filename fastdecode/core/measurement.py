@@ -1,34 +1,29 @@
-"""What workers measure and the cost model reads: profiles, as versioned JSON
-files.
+"""Profiles: what workers measure and the cost model reads, as versioned JSON files.
 
-Workers fill these dataclasses; ``cost_model`` fits them; nothing here measures.
-A profile file is one JSON object:
+Nothing here measures. A profile file is one JSON object:
 
 =============  =================================================================
 ``format``     always ``"fastdecode.profile"``
 ``version``    ``SCHEMA_VERSION``; another one is refused
 ``kind``       ``"s"`` (S-part on a device), ``"r"`` (R-part on a host) or
                ``"net"`` (between two hosts)
-the rest       the fields of ``SProfile``, ``RProfile`` or ``NetProfile`` below,
-               nested objects for nested dataclasses, arrays for tuples; no
-               field without a default may be missing, none may be added
+the rest       the fields of ``SProfile``, ``RProfile`` or ``NetProfile``; no field
+               without a default may be missing, none may be added
 =============  =================================================================
 
-Every measurement is kept as all its repeats, in seconds, so that a reader can
-judge the spread.
+Every measurement is kept as all its repeats, in seconds, so that a reader can judge the spread.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import statistics
-import typing
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from typing import Annotated, Final, Literal, TypeAlias, TypeVar
+
+from msgspec import Meta, Struct, ValidationError, convert, to_builtins
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.json_file import read_object, write_whole
@@ -40,13 +35,20 @@ MAX_FILE_BYTES = 16 << 20
 MAX_POINTS = 4096
 
 T = TypeVar("T")
+Count: TypeAlias = Annotated[int, Meta(gt=0, le=1 << 60)]
+Amount: TypeAlias = Annotated[float, Meta(gt=0, le=1 << 60)]
+Text: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1000)]
+Series: TypeAlias = Annotated[tuple[T, ...], Meta(min_length=1, max_length=MAX_POINTS)]
 
 
-@dataclass(frozen=True)
-class Timing:
+class Measured(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a profile file has an object of."""
+
+
+class Timing(Measured, frozen=True):
     """One quantity, measured several times."""
 
-    seconds: tuple[float, ...]
+    seconds: Series[Amount]
     """Every repeat."""
 
     @property
@@ -70,49 +72,45 @@ class Timing:
         return (high - low) / 2 / self.median_s
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(Measured, frozen=True):
     """A time over one size: tokens in the batch, prompt tokens, or bytes."""
 
-    size: int
+    size: Count
     timing: Timing
 
 
-@dataclass(frozen=True)
-class DecodePoint:
+class DecodePoint(Measured, frozen=True):
     """One layer's append-then-attend of a decode step: ``num_sequences``
     queries, each over ``context_tokens`` keys."""
 
-    num_sequences: int
-    context_tokens: int
+    num_sequences: Count
+    context_tokens: Count
     timing: Timing
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(Measured, frozen=True):
     """Where it was measured."""
 
-    cpu: str
-    num_cores: int
-    memory_bytes: int
-    device: str
+    cpu: Text
+    num_cores: Count
+    memory_bytes: Count
+    device: Text
     """What the measured part ran on: ``cpu``, or the GPU's name."""
     software: dict[str, str]
     """Package → version."""
 
 
-@dataclass(frozen=True)
-class ModelShape:
+class ModelShape(Measured, frozen=True):
     """What the S-part's times depend on."""
 
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    experts: str = "none"
+    num_layers: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_q_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    vocab_size: Count
+    experts: Text = "none"
     """Which layers have experts, how many, and of what size."""
 
     @classmethod
@@ -147,28 +145,27 @@ def _experts_text(spec: ModelSpec) -> str:
 
 
 ENOUGH: Final = 0.95
-"""Of the best rate."""
+"""Share of the best rate."""
 
 
-@dataclass(frozen=True)
-class SProfile:
+class SProfile(Measured, frozen=True, tag_field="kind", tag="s"):
     """The S-part of one model on one device."""
 
     machine: Machine
-    model: str
+    model: Text
     shape: ModelShape
-    dtype: str
-    device_memory_bytes: int
-    layer: tuple[Point, ...]
+    dtype: Text
+    device_memory_bytes: Count
+    layer: Series[Point]
     """Seconds of one layer over tokens in the batch: T(B)."""
-    head: tuple[Point, ...]
+    head: Series[Point]
     """Seconds that the S-worker spends outside the layers (embedding, final
     norm, logits, sampling), likewise."""
-    step: tuple[Point, ...]
+    step: Series[Point]
     """Seconds of a whole decode step in the engine but for what the R-workers
     computed, over tokens in the batch: the S-part, scheduling, messages, text.
     Measured with one lane, and R-workers in the same process."""
-    prefill: tuple[Point, ...]
+    prefill: Series[Point]
     """Seconds of one prompt over its tokens, its own attention included."""
     prompt_attention: Literal["s", "r"]
     """Who attended those prompts, as is the default beside this device: ``s``,
@@ -184,36 +181,34 @@ class SProfile:
         return min(size for size, rate in rates.items() if rate >= enough)
 
 
-@dataclass(frozen=True)
-class RProfile:
+class RProfile(Measured, frozen=True, tag_field="kind", tag="r"):
     """The R-part of one head shape on one host."""
 
     machine: Machine
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    kv_dtype: str
-    block_size: int
-    num_workers: int
+    num_q_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    kv_dtype: Text
+    block_size: Count
+    num_workers: Count
     """R-workers of the host, which ran at the same time: they share its memory's bandwidth."""
-    num_threads: int
-    """Of each R-worker."""
-    memory_bytes: int
-    """That the KV cache of each R-worker may take."""
-    decode: tuple[DecodePoint, ...]
+    num_threads: Count
+    """Threads of each R-worker."""
+    memory_bytes: Count
+    """Bytes that the KV cache of each R-worker may take."""
+    decode: Series[DecodePoint]
     """Of the slowest R-worker, each with so many sequences."""
-    read_bytes_per_s: tuple[float, ...]
+    read_bytes_per_s: Series[Amount]
     """What one R-worker's threads can read while the others read too: the
     ceiling for ``decode``."""
 
 
-@dataclass(frozen=True)
-class NetProfile:
+class NetProfile(Measured, frozen=True, tag_field="kind", tag="net"):
     """The way between an S-worker and one R-worker."""
 
     machine: Machine
-    transport: str
-    transfer: tuple[Point, ...]
+    transport: Text
+    transfer: Series[Point]
     """Seconds one way over message bytes."""
     round_trip: Timing
     """Of a small message there and back."""
@@ -222,19 +217,16 @@ class NetProfile:
 
 
 Profile: TypeAlias = SProfile | RProfile | NetProfile
-_KINDS: dict[str, type[Profile]] = {"s": SProfile, "r": RProfile, "net": NetProfile}
 
 
 def write_profile(path: Path, profile: Profile) -> None:
     """Write a profile file, whole or not at all.
 
     Raises:
-        ConfigError: the path can't be written.
+        ConfigError: If the path can't be written.
     """
-    kind = next(kind for kind, cls in _KINDS.items() if isinstance(profile, cls))
-    text = json.dumps(
-        {"format": FORMAT, "version": SCHEMA_VERSION, "kind": kind, **asdict(profile)}, indent=1
-    )
+    tree = {"format": FORMAT, "version": SCHEMA_VERSION, **to_builtins(profile)}
+    text = json.dumps(tree, indent=1)
     write_whole(path, text + "\n", refuse=lambda why: ConfigError(f"the profile {path}: {why}"))
 
 
@@ -242,8 +234,7 @@ def read_profile(path: Path) -> Profile:
     """Read and check a profile file of any kind.
 
     Raises:
-        ConfigError: there is no such file, or it isn't a valid profile; names
-            the field and what it must be.
+        ConfigError: If the file is missing, or not a valid profile; names the field.
     """
     tree = read_object(path, most_bytes=MAX_FILE_BYTES, refuse=partial(_broken, path))
     if tree.get("format") != FORMAT:
@@ -252,19 +243,11 @@ def read_profile(path: Path) -> Profile:
         raise _broken(
             path, f'"version" is {tree.get("version")!r}; this release reads {SCHEMA_VERSION}'
         )
-    kind = _KINDS.get(str(tree.get("kind")))
-    if kind is None:
-        raise _broken(
-            path, f'"kind" is {tree.get("kind")!r}; it must be one of {", ".join(_KINDS)}'
-        )
-    body = {
-        name: value for name, value in tree.items() if name not in ("format", "version", "kind")
-    }
+    body = {name: tree[name] for name in tree if name not in ("format", "version")}
     try:
-        profile = _decode(kind, body, "")
-    except _MismatchError as mismatch:
-        raise _broken(path, str(mismatch)) from None
-    assert isinstance(profile, kind)
+        profile: Profile = convert(body, Profile)
+    except ValidationError as error:
+        raise _broken(path, str(error)) from None
     return profile
 
 
@@ -276,52 +259,91 @@ def _broken(path: Path, why: str) -> ConfigError:
     )
 
 
-class _MismatchError(Exception):
-    """Where and how a JSON tree differs from its dataclass."""
+# --- Doubts: a profile was measured on a busy machine, or is impossible
+
+MOST_SPREAD: Final = 0.5
+"""Of a time's quartiles, relative to its median."""
+LEAST_OF_SMALLER: Final = 0.9
+"""A larger size takes at least this part of what a smaller one takes."""
+MOST_OF_CEILING: Final = 2.0
+"""A rate of reading K and V beyond so many times what memory gives is none; less
+than that, caches may give."""
 
 
-def _decode(kind: Any, value: object, where: str) -> object:
-    """A JSON value as ``kind``, a dataclass, tuple[X, ...], dict[str, str],
-    Literal of strings, int, float or str."""
-    origin = typing.get_origin(kind)
-    if is_dataclass(kind):
-        return _decode_object(typing.cast(type, kind), value, where)
-    if origin is tuple:
-        if not isinstance(value, list) or not 1 <= len(value) <= MAX_POINTS:
-            raise _MismatchError(f"{where} must be a list of 1 to {MAX_POINTS} items")
-        item = typing.get_args(kind)[0]
-        return tuple(_decode(item, each, f"{where}[{i}]") for i, each in enumerate(value))
-    if origin is dict:
-        if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
-            raise _MismatchError(f"{where} must be an object of strings")
-        return dict(value)
-    if origin is Literal:
-        if value not in typing.get_args(kind):
-            raise _MismatchError(f"{where} must be one of {', '.join(typing.get_args(kind))}")
-        return value
-    if kind is str:
-        if not isinstance(value, str) or not 0 < len(value) <= 1000:
-            raise _MismatchError(f"{where} must be a string")
-        return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _MismatchError(f"{where} must be a number")
-    if not (math.isfinite(value) and 0 < value <= 1 << 60):
-        raise _MismatchError(f"{where} is {value}; it must be above 0 and sane")
-    if kind is int and not isinstance(value, int):
-        raise _MismatchError(f"{where} must be a whole number")
-    return value if kind is int else float(value)
+def doubts(profile: Profile, *, bytes_per_s: float | None = None) -> list[str]:
+    """Sentences, of which none is expected on a calm machine.
+
+    Args:
+        bytes_per_s: of K and V, as the R-part's times have been fitted; None: not known.
+    """
+    found: list[str] = []
+    for name, times in _series(profile):
+        found += _wide(name, times)
+        found += _falling(name, times)
+    if isinstance(profile, RProfile) and bytes_per_s is not None:
+        found += _beyond_ceiling(profile, bytes_per_s)
+    return found
 
 
-def _decode_object(kind: type[T], value: object, where: str) -> T:
-    if not isinstance(value, Mapping):
-        raise _MismatchError(f"{where or 'the file'} must be an object")
-    hints = typing.get_type_hints(kind)
-    lead = f"{where}." if where else ""
-    defaults = {field.name: field.default for field in fields(typing.cast(Any, kind))}
-    for name, default in defaults.items():
-        if name not in value and default is MISSING:
-            raise _MismatchError(f'"{lead}{name}" is missing')
-    unknown = sorted(set(value) - set(defaults))
-    if unknown:
-        raise _MismatchError(f'"{lead}{unknown[0]}" is not a field of version {SCHEMA_VERSION}')
-    return kind(**{name: _decode(hints[name], value[name], lead + name) for name in value})
+def _series(profile: Profile) -> Iterator[tuple[str, list[tuple[tuple[int, ...], Timing]]]]:
+    if isinstance(profile, RProfile):
+        yield "R-part", [((x.num_sequences, x.context_tokens), x.timing) for x in profile.decode]
+    elif isinstance(profile, SProfile):
+        named = (
+            ("layer", profile.layer),
+            ("head", profile.head),
+            ("step", profile.step),
+            ("prompt", profile.prefill),
+        )
+        for name, points in named:
+            yield name, _sized(points)
+    else:
+        yield "transfer", _sized(profile.transfer)
+        yield "round trip", [((0,), profile.round_trip)]
+        yield "message", [((0,), profile.message)]
+
+
+def _sized(points: Sequence[Point]) -> list[tuple[tuple[int, ...], Timing]]:
+    return [((point.size,), point.timing) for point in points]
+
+
+def _shown(size: tuple[int, ...]) -> str:
+    return " x ".join(map(str, size))
+
+
+def _wide(name: str, times: Sequence[tuple[tuple[int, ...], Timing]]) -> list[str]:
+    wide = [(timing.spread, size) for size, timing in times if timing.spread > MOST_SPREAD]
+    if not wide:
+        return []
+    spread, size = max(wide)
+    return [
+        f"{name}: {len(wide)} of {len(times)} times spread by more than {MOST_SPREAD:.0%} (size "
+        f"{_shown(size)}: {spread:.0%})"
+    ]
+
+
+def _falling(name: str, times: Sequence[tuple[tuple[int, ...], Timing]]) -> list[str]:
+    """A size that takes less time than one that it exceeds in every way."""
+    falls = [
+        (larger.median_s / smaller.median_s, a, b)
+        for a, smaller in times
+        for b, larger in times
+        if a != b
+        and all(one <= other for one, other in zip(a, b, strict=True))
+        and larger.median_s < LEAST_OF_SMALLER * smaller.median_s
+    ]
+    if not falls:
+        return []
+    ratio, a, b = min(falls)
+    return [f"{name}: times fall as sizes grow: {_shown(b)} takes {ratio:.2f} of {_shown(a)}'s"]
+
+
+def _beyond_ceiling(profile: RProfile, bytes_per_s: float) -> list[str]:
+    ceiling = sorted(profile.read_bytes_per_s)[len(profile.read_bytes_per_s) // 2]
+    if bytes_per_s <= MOST_OF_CEILING * ceiling:
+        return []
+    return [
+        f"R-part: K and V are read at {bytes_per_s / ceiling:.3g} times the read ceiling of "
+        f"{ceiling / 1e9:.3g} GB/s: the times say nothing of a cached token. Measure larger "
+        "--contexts and --sequences"
+    ]

@@ -28,7 +28,6 @@ class StatusLine:
         stream: a terminal gets one line that changes; anything else gets a line
             with the time of day every ten seconds.
         clock: in seconds.
-        now: the time of day.
     """
 
     def __init__(
@@ -73,12 +72,10 @@ class StatusLine:
 
 
 class Bar:
-    """Shows how much of a file was read, if that takes long. Use it in a ``with``
-    statement.
+    """Shows how much of a file was read, if that takes long. Use it in a ``with`` statement.
 
     Args:
         stream: as ``StatusLine`` takes it.
-        title: what is done.
         clock: in seconds.
     """
 
@@ -178,7 +175,6 @@ class Progress:
             done: Units that are done, those before ``begin`` among them.
             num_tokens: Generated tokens since ``begin``.
             workers: R-workers that aren't lost, and all.
-            num_running: Units that run.
         """
         self._done, self._num_failed, self._num_tokens = done, num_failed, num_tokens
         self._num_running, self._workers = num_running, workers

@@ -10,22 +10,20 @@ from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias, cast
 
 from msgspec import Meta
 
-from fastdecode.core.cache_use import SHARED as SHARED
-from fastdecode.core.cache_use import CacheUse as CacheUse
 from fastdecode.core.errors import FastDecodeError, Given, RequestError
 from fastdecode.core.holders import KVSource, Residence, SequenceId, of_first_tokens
+from fastdecode.core.model.block_keys import MAX_SALT_CHARS
 from fastdecode.core.structured import StructuredOutputs
 from fastdecode.core.vllm_names import supported_sampling
 from fastdecode.core.words import is_unicode
 
 LogitsProcessor: TypeAlias = Callable[..., Any]
-"""``f(output_token_ids, logits)`` or ``f(prompt_token_ids, output_token_ids,
-logits)``, lists and a float32 tensor [V]; returns logits, the same tensor or
-another."""
+"""``f(output_token_ids, logits)`` or ``f(prompt_token_ids, output_token_ids, logits)``, lists and
+a float32 tensor [V]; returns logits, the same tensor or another."""
 FinishReason = Literal["stop", "length"]
 
 MAX_N = 1024
@@ -50,14 +48,12 @@ def _refuse(name: str, value: object, rule: str) -> RequestError:
     return RequestError(Given(name, value), f": must be {rule}", code="invalid_sampling_params")
 
 
-def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
-    within = f"above {low} and at most {high}" if open_low else f"from {low} to {high}"
-    rule = f"a number {within}"
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
     # The comparison also refuses NaN, infinities, and whole numbers too great for a float.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise _refuse(name, value, rule)
-    if open_low and value == low:
-        raise _refuse(name, value, rule)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high or (open_low and value == low):
+        within = f"above {low} and at most {high}" if open_low else f"from {low} to {high}"
+        raise _refuse(name, value, f"a number {within}")
     return float(value)
 
 
@@ -85,22 +81,18 @@ def _token_ids(name: str, token_ids: object) -> tuple[int, ...]:
     return tuple(_integer(name, token, 0, 1 << 31) for token in token_ids)
 
 
-def _bad_words(words: object) -> tuple[str, ...]:
+def _strings(name: str, given: object, most: int, rule: str) -> tuple[str, ...]:
     """None is an empty list."""
-    rule = (
-        f"a list of at most {MAX_BAD_WORDS} words of at most {MAX_STOP_CHARS} characters, "
-        "none of them empty"
-    )
-    if words is None:
+    if given is None:
         return ()
-    if isinstance(words, str) or not isinstance(words, abc.Sequence) or len(words) > MAX_BAD_WORDS:
-        raise _refuse("bad_words", words, rule)
-    for word in words:
-        if not isinstance(word, str) or not word.strip() or len(word) > MAX_STOP_CHARS:
-            raise _refuse("bad_words", word, rule)
-        if not is_unicode(word):
-            raise _refuse("bad_words", word, "text without a lone surrogate")
-    return tuple(words)
+    if isinstance(given, str) or not isinstance(given, abc.Sequence) or len(given) > most:
+        raise _refuse(name, given, rule)
+    for text in given:
+        if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
+            raise _refuse(name, text, rule)
+        if not is_unicode(text):
+            raise _refuse(name, text, "text without a lone surrogate")
+    return tuple(given)
 
 
 def _logits_processors(functions: object) -> tuple[LogitsProcessor, ...]:
@@ -125,20 +117,18 @@ class _TakesOtherNames(type):
 
 @dataclass
 class SamplingParams(metaclass=_TakesOtherNames):
-    """How to choose the next token, and when to stop. Validated at construction
-    and at every assignment; the names are OpenAI's and vLLM's. A request keeps
-    the values of the moment at which it is given.
+    """How to choose the next token, and when to stop. Validated at construction and at every
+    assignment; the names are OpenAI's and vLLM's. A request keeps the values of the moment at
+    which it is given.
 
-    The order of operations for one row of logits: ``logits_processors``,
-    ``structured_outputs``, ``allowed_token_ids``, ``bad_words``, ``logit_bias``,
-    the penalties, ``min_tokens`` (EOS and stop ids masked), then greedy if
-    ``temperature == 0``, else ``/ temperature``, ``top_k``, ``top_p``,
-    ``min_p``, draw.
+    The order of operations for one row of logits: ``logits_processors``, ``structured_outputs``,
+    ``allowed_token_ids``, ``bad_words``, ``logit_bias``, the penalties, ``min_tokens`` (EOS and
+    stop ids masked), then greedy if ``temperature == 0``, else ``/ temperature``, ``top_k``,
+    ``top_p``, ``min_p``, draw.
 
     Raises:
-        RequestError: (code ``invalid_sampling_params``) names the field, its
-            value and what it must be. (code ``unsupported_field``) there is no
-            such field.
+        RequestError: (code ``invalid_sampling_params``) names the field, its value and what it
+            must be. (code ``unsupported_field``) there is no such field.
     """
 
     if TYPE_CHECKING:  # wider than the fields, which hold what was checked
@@ -216,7 +206,7 @@ class SamplingParams(metaclass=_TakesOtherNames):
     """Stop strings don't count between these two at the text's beginning; an empty first one: the
     prompt ends inside. Chats set it by the model's reasoning format."""
     max_tokens: int | None = 16
-    """Most tokens to generate; None: until the model's limit."""
+    """Most tokens to generate. None: until the model's limit."""
     min_tokens: int = 0
     """EOS and stop ids can't be drawn before this many tokens; stop strings
     don't end the text before it."""
@@ -227,9 +217,8 @@ class SamplingParams(metaclass=_TakesOtherNames):
     skip_special_tokens: bool = True
     """False: the text has the names of special tokens."""
     truncate_prompt_tokens: int | None = None
-    """Keep the last so many tokens of the prompt; -1: as many as the model's limit
-    leaves beside ``max_tokens``; None: all, and a prompt that is too long is an
-    error."""
+    """Keep the last so many tokens of the prompt; -1: as many as the model's limit leaves beside
+    ``max_tokens``; None: all, and a prompt that is too long is an error."""
     logprobs: int | None = None
     """None: no logprobs; k >= 0: the drawn token's, and the k likeliest tokens', at every step."""
     prompt_logprobs: int | None = None
@@ -267,23 +256,44 @@ class SamplingParams(metaclass=_TakesOtherNames):
         for name, high in (("top_p", 1), ("repetition_penalty", 100)):
             put(name, _number(name, getattr(self, name), 0, high, open_low=True))
         put("logit_bias", self._checked_logit_bias())
-        if self.seed is not None:
-            _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
-        put("stop", self._checked_stop())
+        for name, least, most in (
+            ("seed", -(1 << 63), (1 << 64) - 1),
+            ("max_tokens", 1, MAX_TOKENS),
+            ("logprobs", 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0, MAX_LOGPROBS),
+        ):
+            if (given := getattr(self, name)) is not None:
+                _integer(name, given, least, most)
+        rule = (
+            f"a string or a list of at most {MAX_STOP_STRINGS} non-empty strings of at most "
+            f"{MAX_STOP_CHARS} characters"
+        )
+        stop: object = self.stop
+        stop = (stop,) if isinstance(stop, str) else stop
+        put("stop", _strings("stop", stop, MAX_STOP_STRINGS, rule))
         put("reasoning_marks", _reasoning_marks(self.reasoning_marks))
         put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
                 raise _refuse("allowed_token_ids", [], "a list of at least one token id")
-        put("bad_words", _bad_words(self.bad_words))
+        rule = (
+            f"a list of at most {MAX_BAD_WORDS} words of at most {MAX_STOP_CHARS} characters, "
+            "none of them empty"
+        )
+        put("bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS, rule))
+        for word in self.bad_words:
+            if not word.strip():
+                raise _refuse("bad_words", word, rule)
         put("logits_processors", _logits_processors(self.logits_processors))
         if self.truncate_prompt_tokens not in (None, -1):
             _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_TOKENS)
         put("structured_outputs", StructuredOutputs.of(self.structured_outputs))
-        self._check_structured()
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        if self.structured_outputs is not None:
+            for name, nothing in (("ignore_eos", False), ("min_tokens", 0), ("detokenize", True)):
+                if getattr(self, name) != nothing:
+                    rule = f"{nothing} beside structured_outputs, which say where the text ends"
+                    raise _refuse(name, getattr(self, name), rule)
         _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
@@ -293,19 +303,7 @@ class SamplingParams(metaclass=_TakesOtherNames):
         if self.stop and not self.detokenize:
             rule = "true where stop strings are given, which need text: or use stop_token_ids"
             raise _refuse("detokenize", self.detokenize, rule)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _integer("n", self.n, 1, MAX_N)
-
-    def _check_structured(self) -> None:
-        if self.structured_outputs is None:
-            return
-        for name, nothing in (("ignore_eos", False), ("min_tokens", 0), ("detokenize", True)):
-            if getattr(self, name) != nothing:
-                rule = f"{nothing} beside structured_outputs, which say where the text ends"
-                raise _refuse(name, getattr(self, name), rule)
 
     def _checked_logit_bias(self) -> dict[int, float]:
         given: object = self.logit_bias
@@ -324,32 +322,13 @@ class SamplingParams(metaclass=_TakesOtherNames):
             checked[token] = _number(f"logit_bias[{token}]", bias, -100, 100)
         return checked
 
-    def _checked_stop(self) -> tuple[str, ...]:
-        rule = (
-            f"a string or a list of at most {MAX_STOP_STRINGS} non-empty strings of at most "
-            f"{MAX_STOP_CHARS} characters"
-        )
-        stop: object = self.stop
-        if stop is None:
-            return ()
-        strings = (stop,) if isinstance(stop, str) else stop
-        if not isinstance(strings, abc.Sequence) or len(strings) > MAX_STOP_STRINGS:
-            raise _refuse("stop", stop, rule)
-        for string in strings:
-            if not isinstance(string, str) or not 1 <= len(string) <= MAX_STOP_CHARS:
-                raise _refuse("stop", string, rule)
-            if not is_unicode(string):
-                raise _refuse("stop", string, "text without a lone surrogate")
-        return tuple(strings)
-
 
 def validate_for_vocab(params: SamplingParams, vocab_size: int) -> None:
     """Check what ``SamplingParams`` couldn't check without knowing the model.
 
     Raises:
-        RequestError: (code ``invalid_sampling_params``) a token id in
-            ``logit_bias``, ``stop_token_ids`` or ``allowed_token_ids`` isn't one
-            of the model's.
+        RequestError: (code ``invalid_sampling_params``) a token id in ``logit_bias``,
+            ``stop_token_ids`` or ``allowed_token_ids`` isn't one of the model's.
     """
     for name, token_ids in (
         ("logit_bias", params.logit_bias),
@@ -384,6 +363,39 @@ def check_prompt(prompt: object) -> Prompt:
 
 
 @dataclass(frozen=True)
+class CacheUse:
+    """What a request has to do with the KV cache of others.
+
+    Raises:
+        RequestError: (code ``invalid_cache``).
+    """
+
+    is_off: bool = False  # it leaves nothing behind, and takes nothing that others left
+    salt: str = ""  # it shares with requests of the same salt only
+    turn: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    """It is a turn of a conversation, whose earlier turns had so many leading tokens of its
+    prompt cached: its own last block is kept though it isn't full. Otherwise None."""
+
+    def __post_init__(self) -> None:
+        salt: object = self.salt
+        if not isinstance(salt, str) or len(salt) > MAX_SALT_CHARS or not is_unicode(salt):
+            why = f": must be a string of at most {MAX_SALT_CHARS} characters, no lone surrogates"
+            raise RequestError(Given("cache_salt"), why, code="invalid_cache")
+
+    @classmethod
+    def of(cls, cache: object, salt: object) -> CacheUse:
+        """Read what a request says. None if it says nothing."""
+        if cache not in (None, "on", "off"):
+            raise RequestError(
+                Given("cache", cache), ': must be "on" or "off"', code="invalid_cache"
+            )
+        return cls(cache == "off", "" if salt is None else cast(str, salt))
+
+
+SHARED = CacheUse()  # with all others of no salt
+
+
+@dataclass(frozen=True)
 class PromptRequest:
     """A request as it arrives: its prompt not yet tokenised or checked."""
 
@@ -411,7 +423,7 @@ class Request:
     sources: Sources = ()
     """Where K and V of its prompt may be fetched."""
     hands_over: bool = False
-    """Its sequences go on elsewhere after ``max_tokens``, unless they are over
+    """Its sequences continue elsewhere after ``max_tokens``, unless they are over
     by then: K and V of the prompt are kept, and offered, until it is cancelled."""
     bad_words: tuple[Annotated[TokenIds, Meta(min_length=1)], ...] = ()
     """The tokens of ``params.bad_words``, a tuple for each way to write a word."""
@@ -558,14 +570,12 @@ def shifted(tokens: range, by: int) -> range:
 
 @dataclass(eq=False)
 class Sequence:
-    """One continuation in the making: its tokens, how many of them are cached,
-    and where.
+    """One continuation in the making: its tokens, how many of them are cached, and where.
 
-    A sequence is always continued the same way: run the tokens that aren't
-    cached yet, and once all are, draw the next one. So a first prefill, a chunk
-    of one, a decode step (one token to run) and a recomputation after the cache
-    was lost (prompt and generated tokens to run) are the same thing to
-    everyone.
+    A sequence is always continued the same way: run the tokens that aren't cached yet, and once
+    all are, draw the next one. So a first prefill, a chunk of one, a decode step (one token to
+    run) and a recomputation after the cache was lost (prompt and generated tokens to run) are the
+    same thing to everyone.
     """
 
     sequence_id: SequenceId

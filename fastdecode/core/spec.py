@@ -1,10 +1,9 @@
 """What the R-part must know about a model, and nothing more.
 
-R-workers know no model names. One ``AttentionSpec`` a layer and one ``KVSpec``
-for the cache say everything that append-then-attend depends on; they travel
-once, when an S-worker greets an R-worker. RoPE and q/k norms belong to the
-S-part and have left their mark on q and k before those travel; ALiBi, windows
-and soft-caps belong to the R-part.
+R-workers know no model names. One ``AttentionSpec`` a layer and one ``KVSpec`` for the cache say
+everything that append-then-attend depends on; they travel once, when an S-worker greets an
+R-worker. RoPE and q/k norms belong to the S-part and have left their mark on q and k before those
+travel; ALiBi, windows and soft-caps belong to the R-part.
 """
 
 from __future__ import annotations
@@ -26,12 +25,10 @@ MAX_SEQUENCE_TOKENS = 1 << 23
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One layer's attention: o = softmax(f(scale · q·kᵀ) + bias) · v over the
-    visible tokens.
+    """One layer's attention: o = softmax(f(scale · q·kᵀ) + bias) · v over the visible tokens.
 
-    The query at position p sees the keys j with ``p - sliding_window < j <= p``
-    (no lower bound without a window).
-    ``f(s) = logit_softcap · tanh(s / logit_softcap)``; the ALiBi bias is
+    The query at position p sees the keys j with ``p - sliding_window < j <= p`` (no lower bound
+    without a window). ``f(s) = logit_softcap · tanh(s / logit_softcap)``; the ALiBi bias is
     ``alibi_slopes[h] · (j - p)``.
     """
 

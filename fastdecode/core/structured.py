@@ -69,7 +69,7 @@ class StructuredOutputs:
     """Of vLLM; only None is supported."""
 
     def __post_init__(self) -> None:
-        given = [name for name in self._given() if name in KINDS]
+        given = [name for name in self.to_json() if name in KINDS]
         if len(given) != 1:
             names = ", ".join(KINDS)
             what = "none" if not given else " and ".join(given)
@@ -104,7 +104,7 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        return next(name for name in self._given() if name in KINDS)
+        return next(name for name in self.to_json() if name in KINDS)
 
     @property
     def schema(self) -> dict[str, Any] | None:
@@ -115,9 +115,6 @@ class StructuredOutputs:
         return schema
 
     def to_json(self) -> dict[str, Any]:
-        return self._given()
-
-    def _given(self) -> dict[str, Any]:
         return {
             f.name: value
             for f in fields(self)

@@ -1,9 +1,8 @@
-"""What happens in a step, and when: the events that the engine tells to whoever
-watches.
+"""What happens in a step, and when: the events that the engine tells to whoever watches.
 
-All times are ``time.perf_counter()`` of the S-worker's host, in seconds. The
-engine's one thread calls these methods in the order in which it learns of
-things; they must be cheap and must not raise.
+All times are ``time.perf_counter()`` of the S-worker's host, in seconds. The engine's one thread
+calls these methods in the order in which it learns of things; they must be cheap and must not
+raise.
 """
 
 from __future__ import annotations
@@ -41,31 +40,3 @@ class Trace(Protocol):
     def load(self, at_s: float, num_running: int, num_waiting: int, num_cached_tokens: int) -> None:
         """A step is over: the sequences that run and wait, and the tokens that
         those which run have cached (W)."""
-
-
-class NoTrace:
-    """Nobody watches."""
-
-    def s_part(self, lane: int, step: int, layer: int | None, start_s: float, end_s: float) -> None:
-        pass
-
-    def sampled(self, lane: int, step: int, num_tokens: int, start_s: float, end_s: float) -> None:
-        pass
-
-    def waited(self, start_s: float, end_s: float) -> None:
-        pass
-
-    def attended(
-        self,
-        worker: int,
-        lane: int,
-        step: int,
-        layer: int,
-        sent_s: float,
-        arrived_s: float,
-        compute_s: float,
-    ) -> None:
-        pass
-
-    def load(self, at_s: float, num_running: int, num_waiting: int, num_cached_tokens: int) -> None:
-        pass

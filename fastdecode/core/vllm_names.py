@@ -183,7 +183,6 @@ def engine_options(options: Mapping[str, Any], known: Iterable[str], model: str)
 
     Args:
         options: as given, by name; some may be vLLM's.
-        known: names of options here.
         model: the model directory: its tokenizer may be named, too.
 
     Raises:
@@ -205,7 +204,10 @@ def engine_options(options: Mapping[str, Any], known: Iterable[str], model: str)
         here = name if name in known else OPTION_NAMES.get(name, name)
         if here in named or (here != name and options.get(here) is not None):
             raise ConfigError(Given(name), f" is {here}, which is given too: give one of them")
-        named[here] = _value_of(here, value)
+        if here == "dtype" and type(value).__module__ == "torch":
+            value = str(value).removeprefix("torch.")
+        is_plain = isinstance(value, (bool, str))
+        named[here] = _VALUES.get(here, {}).get(value, value) if is_plain else value
     return named
 
 
@@ -216,12 +218,6 @@ def _asks_nothing(value: object, nothing: Collection[object]) -> bool:
         return all(_asks_nothing(each, nothing) for each in value)
     is_plain = isinstance(value, (bool, int, float, str, list, dict, set))
     return value is None or (is_plain and value in nothing)
-
-
-def _value_of(name: str, value: Any) -> Any:
-    if name == "dtype" and type(value).__module__ == "torch":
-        value = str(value).removeprefix("torch.")
-    return _VALUES.get(name, {}).get(value, value) if isinstance(value, (bool, str)) else value
 
 
 def supported_sampling(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from fastdecode.core.errors import (
 from fastdecode.core.holders import HolderId, HolderKind, PartId
 from fastdecode.core.sequence import Request
 from fastdecode.core.spec import longest_window
-from fastdecode.core.trace import NoTrace, Trace
+from fastdecode.core.trace import Trace
 from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.requests import Requests
@@ -78,7 +78,7 @@ class Engine:
         self._lifecycle = state.lifecycle
         self.requests: Final[Requests] = state.requests
         self.stats: Final[EngineStats] = state.stats
-        self._trace = None if isinstance(trace, NoTrace) else trace
+        self._trace = trace
         self._recovery = recovery or Recovery(state)
         self._extensions = tuple(extensions)
         self._reporting = (*extensions, self._recovery)  # the latter has no part in steps

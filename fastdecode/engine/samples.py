@@ -21,9 +21,8 @@ from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.sequences import SequenceTable
 from fastdecode.schedule.plan import Chunk
-from sworker.feed import Feed
-from sworker.sampling.prompt_logprobs import prompt_logprobs
-from sworker.sampling.sampler import Drawing
+from sworker.buffers import Feed
+from sworker.sampling.sampler import Drawing, prompt_logprobs
 from sworker.worker import SWorker
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, TypeAlias
 
 from fastdecode.core.files import open_output
-from fastdecode.core.trace import NoTrace, Trace
+from fastdecode.core.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -122,11 +122,11 @@ class ChromeTrace:
 
 
 @contextlib.contextmanager
-def open_trace(path: Path | None) -> Iterator[Trace]:
+def open_trace(path: Path | None) -> Iterator[Trace | None]:
     """Open a trace into a file, which replaces an existing one. Without a path, trace nothing.
     Raises ConfigError: If the file can't be written."""
     if path is None:
-        yield NoTrace()
+        yield None
         return
     out = os.fdopen(open_output(path, "trace"), "wb", buffering=1 << 16)
     trace = ChromeTrace(out, time.perf_counter())

@@ -17,7 +17,6 @@ from fastdecode.schedule.cache.retention import Policy
 from fastdecode.schedule.cache.stock import Stock
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.hybrid.control import HybridControl, HybridOptions
-from fastdecode.schedule.hybrid.inputs import HybridInputs
 from fastdecode.schedule.lengths import LearntLengths, LengthPredictor
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.prefill import PrefillBudget
@@ -151,9 +150,7 @@ def _control(
     if hybrid is None:
         return None
     assert times is not None, "what goes where follows from step times"
-    most = batching.max_num_sequences
-    inputs = HybridInputs(hybrid.device, ledger, lengths, times, hybrid.guess, most)
-    return HybridControl(hybrid, ledger, inputs)
+    return HybridControl(hybrid, ledger, lengths, times, batching.max_num_sequences)
 
 
 def _admission(

@@ -17,8 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.core.errors import Given, RequestError
-from fastdecode.core.install import pip_command
+from fastdecode.core.errors import Given, RequestError, pip_command
 from fastdecode.core.structured import StructuredOutputs, refuse
 from fastdecode.text.codec import TextCodec, no_tokenizer
 from fastdecode.text.detokenizer import TokenText

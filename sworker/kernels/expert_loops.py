@@ -1,17 +1,16 @@
 # mypy: ignore-errors
 # All of this runs inside Numba's type inference and code generation, whose types are not Python's.
-"""Compiled products of a block of experts in bfloat16, for ``expert_products``:
-what one thread does of a job. For CPUs with ``vdpbf16ps``.
+"""Compiled products of a block of experts in bfloat16, for ``expert_products``: what one thread
+does of a job. For CPUs with ``vdpbf16ps``.
 
-No weight is packed. Where an expert has few rows (8), each is multiplied with
-32 weights at a time. Where it has more, they are the lanes of vectors: rows are
-packed, [K / 2, vectors, 16] pairs, and each pair of weights is multiplied with
-all of them; results have the same form, so that the gate packs what it writes.
+No weight is packed. Where an expert has few rows (8), each is multiplied with 32 weights at a
+time. Where it has more, they are the lanes of vectors: rows are packed, [K / 2, vectors, 16]
+pairs, and each pair of weights is multiplied with all of them; results have the same form, so
+that the gate packs what it writes.
 
-A row's sum depends on nothing else in the batch but on whether its expert has
-more than 8 rows. All compiled code is in this file, in ``row_loops`` and in two
-of ``cpu_kernels.codegen``: what is kept of it on disk is kept under a name that
-tells their content.
+A row's sum depends on nothing else in the batch but on whether its expert has more than 8 rows.
+All compiled code is in this file, in ``row_loops`` and in two of ``cpu_kernels.codegen``: what is
+kept of it on disk is kept under a name that tells their content.
 """
 
 from __future__ import annotations
@@ -641,8 +640,7 @@ def _add_weighed(total, y, weight):
 
 @njit
 def _sum(job, unit):
-    """Some rows' weighted sums, [T, SIZE_OUT], added in float32 in the order of
-    the k."""
+    """Some rows' weighted sums, [T, SIZE_OUT], added in float32 in the order of the k."""
     size, top_k = job[SIZE_OUT], job[TOP_K]
     total = np.empty(size, np.float32)
     for row in range(unit * SUM_ROWS, min((unit + 1) * SUM_ROWS, job[NUM_ROWS])):

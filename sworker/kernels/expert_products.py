@@ -1,12 +1,11 @@
-"""A block's routed experts in bfloat16 on a CPU with ``vdpbf16ps``: from the
-chosen experts to their weighted sum in five jobs of compiled code, whose units
-the threads of torch's own OpenMP runtime take one by one.
+"""A block's routed experts in bfloat16 on a CPU with ``vdpbf16ps``: from the chosen experts to
+their weighted sum in five jobs of compiled code, whose units the threads of torch's own OpenMP
+runtime take one by one.
 
-torch multiplies one expert's rows after the other's: each product packs its
-factors anew and is divided among all threads, which for 64 rows takes as long
-as multiplying. Here threads divide experts and parts of their outputs among
-themselves, and no weight is packed (``expert_loops``). On CPUs with tiles (AMX)
-torch's products are faster, and stay.
+torch multiplies one expert's rows after the other's: each product packs its factors anew and is
+divided among all threads, which for 64 rows takes as long as multiplying. Here threads divide
+experts and parts of their outputs among themselves, and no weight is packed (``expert_loops``).
+On CPUs with tiles (AMX) torch's products are faster, and stay.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ class ExpertProducts:
     def __call__(
         self, up: ExpertLinear, down: ExpertLinear, x: Tensor, experts: Tensor, weights: Tensor
     ) -> Tensor:
-        """
-        Args:
+        """Args:
             up, down: bfloat16 [E, 2 · inner, hidden] and [E, hidden, inner].
             x: bfloat16 [T, hidden].
             experts: int64 [T, k]; E is one that isn't here, and adds nothing.

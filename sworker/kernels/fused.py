@@ -50,9 +50,8 @@ class Kernels(Protocol):
         each. ``total``: where the sum goes, dense."""
 
     def rotate(self, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-        """x [T, H, D], positions int64 [T] within the table, float32 [P, 2 ·
-        N]: cos, then sin → [T, H, D]. The first N dims of a head are turned
-        with the next N."""
+        """x [T, H, D], positions int64 [T] within the table, float32 [P, 2 · N]: cos, then sin →
+        [T, H, D]. The first N dims of a head are turned with the next N."""
 
     def rotate_split(
         self, qk: Tensor, v: Tensor, positions: Tensor, table: Tensor, out: QKV
@@ -134,7 +133,6 @@ class LayerCalls:
         return x, qkv
 
     def post_attention(self, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Layer``."""
         if x.shape[0] != self._num_rows:
             self._lay_out(x.shape[0])
         x = self._mlp_norm(x, self._o(o.flatten(1)), torch.empty_like(x))
@@ -242,11 +240,10 @@ def _same_products(block: Experts, products: Products) -> bool:
 
 @torch.inference_mode()
 def fuse_checked(model: Model, kernels: Kernels) -> bool:
-    """``fuse`` with these kernels; raises whatever they raise. All parts are
-    exchanged, or none.
+    """``fuse`` with these kernels; raises whatever they raise. All parts are exchanged, or none.
 
-    Layers are alike but for their MLP: what the parts of the first of each kind
-    say speaks for the others'.
+    Layers are alike but for their MLP: what the parts of the first of each kind say speaks for
+    the others'.
     """
     fused: dict[nn.Module, nn.Module] = {}  # by what it replaces; layers share a rotary table
     for module in model.modules():

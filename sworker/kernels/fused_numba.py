@@ -109,7 +109,6 @@ def _run(
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """See ``fused_triton.norm``."""
     heads, x_head = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     num_rows, size = x.shape[0], x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -128,7 +127,6 @@ def add_norm(
     offset: float,
     total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``fused_triton.add_norm``."""
     num_rows, size = x.shape
     if total is None:
         total = torch.empty_like(x)
@@ -142,7 +140,6 @@ def add_norm(
 
 
 def rotate(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-    """See ``fused_triton.rotate``."""
     assert positions.dtype == torch.int64 and positions.is_contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)
     num_rows, heads, size = x.shape
@@ -155,7 +152,6 @@ def rotate(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
 
 
 def rotate_split(qk: Tensor, v: Tensor, positions: Tensor, table: Tensor, out: QKV) -> None:
-    """See ``fused_triton.rotate_split``."""
     assert positions.dtype == torch.int64 and positions.is_contiguous()
     num_q, (num_rows, num_k, size) = out[0].shape[1], out[1].shape
     _run(
@@ -167,7 +163,6 @@ def rotate_split(qk: Tensor, v: Tensor, positions: Tensor, table: Tensor, out: Q
 
 
 def gate(h: Tensor, *, is_silu: bool) -> Tensor:
-    """See ``fused_triton.gate``."""
     num_rows, size = h.shape[0], h.shape[1] // 2
     out = h.new_empty((num_rows, size))
     _run(
@@ -183,7 +178,6 @@ class RowJob(Job):
 
     Args:
         fields: numbers of fields of ``row_loops``, and what they hold.
-        size: elements of a row.
         eps, offset: see ``norm``.
     """
 
@@ -241,8 +235,6 @@ class RotateHeads(RowJob):
 
     Args:
         table: see ``fused_triton.rotate``; it stays where it is.
-        num_q_heads, num_kv_heads, head_dim: of the layer.
-        dtype: of what it turns.
     """
 
     def __init__(
@@ -273,12 +265,7 @@ class RotateHeads(RowJob):
 
 
 class Gate(RowJob):
-    """``gate`` of one layer.
-
-    Args:
-        size: of what comes out.
-        dtype: of both.
-    """
+    """``gate`` of one layer."""
 
     def __init__(self, size: int, dtype: torch.dtype, *, is_silu: bool) -> None:
         fields = {

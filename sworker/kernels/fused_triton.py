@@ -1,15 +1,13 @@
-"""Parts of a layer between its matrix products as one Triton kernel each:
-RMSNorm with the residual sum before it, the rotary embedding, and a gated MLP's
-activation.
+"""Parts of a layer between its matrix products as one Triton kernel each: RMSNorm with the
+residual sum before it, the rotary embedding, and a gated MLP's activation.
 
-torch takes two to six launches for the first, ten for the second and two for
-the third, each of which moves as many bytes as one kernel for all. Rounding is
-torch's: a residual sum is rounded before it is normed, products of the rotary
-table are float32 and rounded once, an activation is rounded before it is
-multiplied.
+torch takes two to six launches for the first, ten for the second and two for the third, each of
+which moves as many bytes as one kernel for all. Rounding is torch's: a residual sum is rounded
+before it is normed, products of the rotary table are float32 and rounded once, an activation is
+rounded before it is multiplied.
 
-No sum is fused with a product, which costs nothing beside the memory's time: versions of
-Triton differ in what they do when nobody says.
+No sum is fused with a product, which costs nothing beside the memory's time: versions of Triton
+differ in what they do when nobody says.
 
 Runs on CUDA; with TRITON_INTERPRET=1, which tests set, on a CPU too.
 """
@@ -63,9 +61,8 @@ def _rotate_split(  # type: ignore[no-untyped-def]
     N: tl.constexpr, N_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     REST_PAD: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """x [T, num_q + num_kv, D], v [T, num_kv, D], positions [T], table float32
-    [P, 2 N] → q_out, k_out, v_out, dense. Grid (T, ceil((num_q + 2 num_kv) /
-    HEADS))."""
+    """x [T, num_q + num_kv, D], v [T, num_kv, D], positions [T], table float32 [P, 2 N] → q_out,
+    k_out, v_out, dense. Grid (T, ceil((num_q + 2 num_kv) / HEADS))."""
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_q = (heads < num_q)[:, None]
@@ -122,9 +119,8 @@ def _norm(  # type: ignore[no-untyped-def]
     x, added, weight, total, out, x_row, x_head, added_row, eps, offset,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_ADDED: tl.constexpr,
 ):  # fmt: skip
-    """x [T, H, SIZE], added [T, SIZE] → total = x + added, out = total /
-    rms(total) · (weight + offset), both dense. Grid (T, H); H is 1 if something
-    is added."""
+    """x [T, H, SIZE], added [T, SIZE] → total = x + added, out = total / rms(total) · (weight +
+    offset), both dense. Grid (T, H); H is 1 if something is added."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     j = tl.arange(0, BLOCK)
     within = j < SIZE
@@ -191,8 +187,7 @@ def rotate(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     Args:
         x: [T, H, D], its last dim dense.
         positions: int64 [T], dense.
-        table: float32 [P, 2 · N], cos then sin, dense; N dims are turned with
-            the next N.
+        table: float32 [P, 2 · N], cos then sin, dense; N dims are turned with the next N.
 
     Returns:
         [T, H, D] in x's dtype.

@@ -1,11 +1,10 @@
 """Attention over KV blocks where they lie, in Triton: flash decoding over a block table, for
 decoded tokens and for prompt chunks alike.
 
-A program takes one KV head (all of its group's query heads at once, so that K and V are
-read once) and one **piece**: a few query tokens, and a part of what they see. Pieces are
-dealt out by length (``sworker.kv_splits``); those of the same queries are merged by their
-log-sum-exp. Tao Dao et al., "Flash-Decoding for long-context inference" (2023); Kwon et
-al., "PagedAttention" (2023).
+A program takes one KV head (all of its group's query heads at once, so that K and V are read
+once) and one **piece**: a few query tokens, and a part of what they see. Pieces are dealt out by
+length (``sworker.kv_splits``); those of the same queries are merged by their log-sum-exp. Tao Dao
+et al., "Flash-Decoding for long-context inference" (2023); Kwon et al., "PagedAttention" (2023).
 
 Runs on CUDA; with TRITON_INTERPRET=1, which tests set, on a CPU too.
 """
@@ -292,7 +291,6 @@ class Tiling:
 
     Args:
         tile: tokens of a step of its loop, 16, 32 or 64: they divide ``kv_splits.UNIT``.
-        num_warps: of a program.
         num_stages: of its loop; K and V have one buffer each less of them.
         precision: of products of float32: "ieee", or "tf32x3", which is off by 2^-22 of a
             product and takes a third of the registers where rows are many.
@@ -313,8 +311,6 @@ def tiling_of(
     programs with two buffers each fit into a multiprocessor, or two.
 
     Args:
-        dtype: q's.
-        num_rows: of a program, M.
         shared_memory: bytes that a program may have.
     """
     is_large, padded = shared_memory >= LARGE_SHARED_MEMORY, max(16, _power_of_2(head_dim))

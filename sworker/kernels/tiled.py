@@ -23,11 +23,10 @@ of a tile lies beyond the diagonal."""
 def tile_shape(
     num_q_heads: int, num_tokens: int, *, on_cpu: bool, num_keys: int | None = None
 ) -> tuple[int, int]:
-    """Queries and keys of a tile: its num_q_heads · queries · keys scores take
-    at most ``MAX_TILE_BYTES``, whatever the length of the sequence. No fewer
-    keys than queries, so that every query of a block sees a key in its first
-    tile: the window of its last query begins less than ``queries`` after that
-    of its first."""
+    """Queries and keys of a tile: its num_q_heads · queries · keys scores take at most
+    ``MAX_TILE_BYTES``, whatever the length of the sequence. No fewer keys than queries, so that
+    every query of a block sees a key in its first tile: the window of its last query begins less
+    than ``queries`` after that of its first."""
     # queries · keys
     most = max(1, (MAX_CPU_TILE_BYTES if on_cpu else MAX_TILE_BYTES) // (4 * num_q_heads))
     num_queries = min(num_tokens, MAX_CPU_TILE_QUERIES if on_cpu else num_tokens, math.isqrt(most))

@@ -2,7 +2,7 @@
 
 ``weight[r, c] = (value(code[r, c]) - zero[block]) · scale[block]``, computed in float32
 and rounded to the dtype that is asked for. See
-``fastdecode.core.model.weight_formats`` for the formats.
+``fastdecode.core.model.tensor_entry`` for the formats.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def decode(entry: TensorEntry, read: ReadBytes, out: Tensor) -> None:
         out: contiguous, of the entry's shape, in any float dtype.
 
     Raises:
-        CheckpointError: a scale isn't finite, or the group index names a scale
-            that isn't there.
+        CheckpointError: a scale isn't finite, or the group index names a scale that isn't there.
     """
     encoding = entry.encoding
     assert encoding is not None

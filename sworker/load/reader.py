@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 
@@ -24,24 +23,22 @@ _MAX_OPEN_FILES = 16
 
 
 class TensorReader:
-    """Reads tensors into a buffer. Quantised ones come out decoded: a caller
-    sees names and shapes of weights, not formats.
+    """Reads tensors into a buffer. Quantised ones come out decoded: a caller sees names and
+    shapes of weights, not formats.
 
-    One buffer for all: an allocator may keep freed blocks of a tensor's size,
-    which would take a second tensor's room. For a device there are two, pinned:
-    one is filled while the device copies from the other. Files stay open until
-    ``close``: some checkpoints hold 40,000 tensors.
+    One buffer for all: an allocator may keep freed blocks of a tensor's size, which would take a
+    second tensor's room. For a device there are two, pinned: one is filled while the device
+    copies from the other. Files stay open until ``close``: some checkpoints hold 40,000 tensors.
     """
 
     def __init__(
         self, entries: Iterable[TensorEntry], dtype: torch.dtype, gpu: Gpu | None = None
     ) -> None:
-        """
-        Args:
-            entries: all that will be read.
-            dtype: that encoded ones are decoded to.
-            gpu: copies what is read to itself, on its current stream, in copies
-                that the host needn't wait for; None: the host copies.
+        """Args:
+        entries: all that will be read.
+        dtype: that encoded ones are decoded to.
+        gpu: copies what is read to itself, on its current stream, in copies that the host
+            needn't wait for; None: the host copies.
         """
         self.dtype = dtype
         self._gpu = gpu
@@ -114,7 +111,7 @@ class TensorReader:
         return data
 
     def _fill(self, data: Tensor, entry: TensorEntry, start: int) -> None:
-        with _reading(entry):
+        try:
             file = self._open(entry.file)
             file.seek(entry.offset + start)
             view, filled = memoryview(data.numpy()), 0
@@ -126,6 +123,9 @@ class TensorReader:
                         "to it?"
                     )
                 filled += count
+        except OSError as error:
+            why = error.strerror or error
+            raise CheckpointError(f"{entry.file} can't be read: {why}.") from error
 
     def _open(self, path: Path) -> FileIO:
         if path not in self._files:
@@ -133,11 +133,3 @@ class TensorReader:
                 self._close_files()
             self._files[path] = path.open("rb", buffering=0)
         return self._files[path]
-
-
-@contextlib.contextmanager
-def _reading(entry: TensorEntry) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{entry.file} can't be read: {error.strerror or error}.") from error

@@ -21,9 +21,8 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError, Given
 from fastdecode.core.host.cpus import available_cores
 from fastdecode.core.model.checkpoint import Checkpoint, is_zero, open_checkpoint
-from fastdecode.core.model.config_reader import ConfigReader
+from fastdecode.core.model.config_reader import ConfigReader, text_part
 from fastdecode.core.model.families import names_of
-from fastdecode.core.model.hf_config import text_part
 from fastdecode.core.model.names import CheckpointNames, Either, Layout, Names, PerExpert, Source
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
@@ -37,7 +36,6 @@ from sworker.model.moe import Correction, ExpertLinear
 from sworker.model.rope import QueryGrowth, RotaryTable
 from sworker.model.skeleton import Model
 from sworker.ranks.sharding import Shard, shard_spec
-from sworker.ranks.stages import ModulePaths
 
 Progress = Callable[[int, int], None]
 """Called with bytes read so far and bytes to read."""
@@ -45,6 +43,27 @@ Progress = Callable[[int, int], None]
 _PREDICTS_AHEAD = ("num_nextn_predict_layers", "num_mtp_modules", "num_mtp_layers")
 """Fields that count layers which predict more than one token."""
 _TARGET_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """Where a module of the whole model is in the part of it that is loaded."""
+
+    modules: frozenset[str]
+    layers: range
+
+    @classmethod
+    def of(cls, model: Model, layers: range) -> _Loaded:
+        return cls(frozenset(path for path, _ in model.named_modules()), layers)
+
+    def find(self, path: str) -> str | None:
+        """Return its path, or None if another stage has it."""
+        if path.startswith("layers."):
+            _, index, own = path.split(".", 2)
+            if int(index) not in self.layers:
+                return None
+            path = f"layers.{self.layers.index(int(index))}.{own}"
+        return path if path in self.modules else None
 
 
 def load_model(
@@ -66,7 +85,6 @@ def load_model(
     Args:
         model: the directory, opened or not. Opened as ``random``: its weights are
             made on the device.
-        device: where the weights go.
         dtype: of weights and activations: float32, float16 or bfloat16; None is
             the checkpoint's own.
         kv_dtype: of the KV cache. If it is quantised, keys beside large biases are evened out.
@@ -92,12 +110,15 @@ def load_model(
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     spec = checkpoint.spec(max_model_len=max_model_len)
     target = _check_device(device)
-    kind = _check_dtype(dtype or torch_dtype(spec.choose_dtype("auto")))
+    kind = dtype or torch_dtype(spec.choose_dtype("auto"))
+    if kind not in _TARGET_DTYPES:
+        rule = f" is not one of {', '.join(map(str, _TARGET_DTYPES))}"
+        raise ConfigError(Given("dtype", str(kind)), rule)
     own = spec if layers is None else stage_spec(spec, layers)
     part = own if shard is None else shard_spec(own, shard)
     with torch.device("meta"):
         loaded = Model(part, with_embedding=with_embedding, with_head=with_head)
-        paths = ModulePaths(loaded, range(spec.num_layers) if layers is None else layers)
+        paths = _Loaded.of(loaded, range(spec.num_layers) if layers is None else layers)
         whole = Model(spec)
     held = range(0) if part.moe is None else part.moe.here
     placements = [] if checkpoint.is_random else _plan(checkpoint, spec, whole, paths, held)
@@ -109,14 +130,6 @@ def load_model(
     if kv_dtype is not None and not kv_dtype.is_float:
         even_out_keys(loaded, kv_dtype)
     return spec, loaded.eval()
-
-
-def _check_dtype(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in _TARGET_DTYPES:
-        raise ConfigError(
-            Given("dtype", str(dtype)), f" is not one of {', '.join(map(str, _TARGET_DTYPES))}"
-        )
-    return dtype
 
 
 def random_model(
@@ -133,19 +146,18 @@ def random_model(
     with torch.device("meta"):
         model, whole = Model(spec), Model(spec)
     _allocate(model, target, dtype)
-    _fill_randomly(model, whole, ModulePaths(model, range(spec.num_layers)), None, seed)
+    _fill_randomly(model, whole, _Loaded.of(model, range(spec.num_layers)), None, seed)
     return model.eval()
 
 
 def _fill_randomly(
-    model: Model, whole: Model, paths: ModulePaths, shard: Shard | None, seed: int = 0
+    model: Model, whole: Model, paths: _Loaded, shard: Shard | None, seed: int = 0
 ) -> None:
     """Draw every weight where it is. A matrix depends on the seed, its path in
     the whole model, dtype and kind of device alone: stages and shards hold parts
     of one model. Norms are neutral, biases zero.
 
     Args:
-        whole: without storage.
         paths: where a module of ``whole`` is in ``model``.
         shard: this rank's part of every weight; None: all.
     """
@@ -224,11 +236,10 @@ class _Heads:
 
 
 def _plan(
-    checkpoint: Checkpoint, spec: ModelSpec, model: Model, paths: ModulePaths, held: range
+    checkpoint: Checkpoint, spec: ModelSpec, model: Model, paths: _Loaded, held: range
 ) -> list[_Placement]:
-    """Match every parameter of the whole model with tensors on disk, and every
-    tensor on disk with a parameter; those that are loaded here, in the order on
-    disk.
+    """Match every parameter of the whole model with tensors on disk, and every tensor on disk
+    with a parameter; those that are loaded here, in the order on disk.
 
     Args:
         held: the experts that are loaded.
@@ -247,7 +258,7 @@ def _plan(
         for parameter, tensor in module.named_parameters(recurse=False):
             for part in parts:
                 name = part.source.tensor(parameter)
-                if here is None or not _is_held(part, held):
+                if here is None or not (part.expert is None or part.expert in held):
                     others.add(name)
                     continue
                 entry = checkpoint.tensors.get(name)
@@ -260,7 +271,9 @@ def _plan(
                 if heads is not None and heads.axis < len(shape):
                     shape[heads.axis] = shape[heads.axis] * heads.num // spec.num_q_heads
                 _check(checkpoint, entry, tuple(shape), layout)
-                order = dims if _turns(path, part.index) else None
+                own = path.rpartition(".")[2]
+                turns = own in ("q_norm", "k_norm") or (own == "qkv" and part.index < 2)
+                order = dims if turns else None
                 placements.append(
                     _Placement(entry, here, parameter, part, num_sources, layout, order, heads)
                 )
@@ -315,9 +328,10 @@ def _parts(
         case Source():
             return (_Part(replace(names, name=prefix + names.name)),)
         case PerExpert():
+            assert isinstance(module, ExpertLinear)
             return tuple(
                 _Part(Source(prefix + name.format(expert)), index, expert)
-                for expert in range(_num_experts(module))
+                for expert in range(len(module.weight))
                 for index, name in enumerate(names.names)
             )
         case Either():
@@ -325,12 +339,6 @@ def _parts(
             return max(found, key=lambda parts: _fit(checkpoint, module, parts))
         case _:
             return tuple(_Part(Source(prefix + name), i) for i, name in enumerate(names))
-
-
-def _turns(path: str, source: int) -> bool:
-    """Whether a module's output, or what it norms, turns: q and k do."""
-    module = path.rpartition(".")[2]
-    return module in ("q_norm", "k_norm") or (module == "qkv" and source < 2)
 
 
 def _heads(spec: ModelSpec, path: str, source: int) -> _Heads | None:
@@ -354,11 +362,6 @@ def _order_of_dims(spec: ModelSpec) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def _num_experts(module: nn.Module) -> int:
-    assert isinstance(module, ExpertLinear)
-    return len(module.weight)
-
-
 def _fit(checkpoint: Checkpoint, module: nn.Module, parts: tuple[_Part, ...]) -> int:
     """0: the checkpoint has none of such names; 2: it has, and in this layout."""
     part, weight = parts[0], getattr(module, "weight", None)
@@ -367,10 +370,6 @@ def _fit(checkpoint: Checkpoint, module: nn.Module, parts: tuple[_Part, ...]) ->
         return 0
     shape = _shape(module, weight, part, len({part.index for part in parts}))
     return 2 if entry.shape == _laid_out(shape, _layout(part.source, "weight")) else 1
-
-
-def _is_held(part: _Part, held: range) -> bool:
-    return part.expert is None or part.expert in held
 
 
 def _layout(source: Source, parameter: str) -> Layout:
@@ -588,9 +587,8 @@ def _place(
     target: Tensor, splits: Sequence[int], source: Tensor, layout: Layout, spec: ModelSpec,
     shard: Shard | None,
 ) -> None:  # fmt: skip
-    """Copy a tensor of the checkpoint, or the shard's part of each projection
-    fused in it, to where it belongs. ``splits``: rows of the target that belong
-    to each."""
+    """Copy a tensor of the checkpoint, or the shard's part of each projection fused in it, to
+    where it belongs. ``splits``: rows of the target that belong to each."""
     if layout in ("transposed", "transposed_alternating"):
         source = source.T
     if layout in ("alternating", "transposed_alternating"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,26 +12,13 @@ from torch import Tensor, nn
 
 from fastdecode.core.model.spec import Activation, ModelSpec
 
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "quick_gelu": _quick_gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
-    "relu2": _squared_relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -107,7 +95,7 @@ class AttentionGate(nn.Module):
 
 
 class Sinks(nn.Module):
-    """Each query head's score of nothing; see ``sworker.sinks``."""
+    """Each query head's score of nothing; see ``sworker.prefill``."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
@@ -127,9 +115,8 @@ class Gated(nn.Module):
     limit: float = 0.0
     """Of act(gate(x)) and of up(x); 0: none."""
     gate_kernel: Callable[[Tensor], Tensor] | None = None
-    """What a device may have in place of ``_gate``. That itself, kept here,
-    would be a cycle: weights would outlive their model until the garbage
-    collector comes."""
+    """What a device may have in place of ``_gate``. That itself, kept here, would be a cycle:
+    weights would outlive their model until the garbage collector comes."""
 
     def gate(self, h: Tensor) -> Tensor:
         """h [T, 2 · intermediate] → act(its first half) · its second half [T, intermediate]."""

@@ -1,10 +1,9 @@
 """A mixture of experts, in place of a layer's MLP.
 
-Rows are sorted by expert, multiplied group by group, put back in order and
-summed over each row's experts in the order in which the router chose them. On
-a CPU, and where a device has no grouped product for the dtype, the groups are a
-loop, for which the host must know their sizes; on CUDA in bfloat16 nothing
-waits for the device.
+Rows are sorted by expert, multiplied group by group, put back in order and summed over each row's
+experts in the order in which the router chose them. On a CPU, and where a device has no grouped
+product for the dtype, the groups are a loop, for which the host must know their sizes; on CUDA in
+bfloat16 nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -188,7 +187,9 @@ class Experts(Gated):
         if self.moe.scale_after != 1.0:
             y = y * self.moe.scale_after
         if self.shared is not None:
-            y = y + self._shared(x)
+            shared: Tensor = self.shared(x)
+            gate = self.shared_gate
+            y = y + (shared if gate is None else torch.sigmoid(gate(x)) * shared)
             y = y / 2 if self.moe.shared_average else y
         if self.add_up is not None:
             self.add_up(y)
@@ -215,11 +216,6 @@ class Experts(Gated):
                 gate = gate.clamp(max=limit)
                 gate = gate * torch.sigmoid(gate * self.moe.alpha)
                 return gate.mul_(up.clamp(-limit, limit).add_(1))
-
-    def _shared(self, x: Tensor) -> Tensor:
-        assert self.shared is not None
-        y: Tensor = self.shared(x)
-        return y if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * y
 
     def sum_experts(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """x [T, hidden], numbers of experts here, or ``num`` [T, k], and their
@@ -329,9 +325,8 @@ def _product(linear: ExpertLinear, expert: int, x: Tensor) -> Tensor:
 
 
 def _weighted_sum(y: Tensor, places: Tensor, is_weighed: bool, weights: Tensor) -> Tensor:
-    """y [S, hidden], where each row's k results are in it [T, k], and their
-    weights [T, k] unless the results are weighed → [T, hidden], added in float32
-    in the order of the k."""
+    """y [S, hidden], where each row's k results are in it [T, k], and their weights [T, k] unless
+    the results are weighed → [T, hidden], added in float32 in the order of the k."""
     total = torch.zeros((len(places), y.shape[1]), dtype=torch.float32, device=y.device)
     for place, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
         part = y.index_select(0, place)

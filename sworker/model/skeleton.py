@@ -1,13 +1,12 @@
 """The model: a stack of layers that stop short of attention.
 
-A layer is two halves. ``pre_attention`` turns hidden states to q, k and v;
-``post_attention`` turns attention's output to the next layer's hidden states.
-Who computes attention in between, and where the KV cache is, is the caller's
-affair: ``forward`` takes it as a parameter. Tokens always lie on one flat axis
-[T], whatever sequences they belong to.
+A layer is two halves. ``pre_attention`` turns hidden states to q, k and v; ``post_attention``
+turns attention's output to the next layer's hidden states. Who computes attention in between, and
+where the KV cache is, is the caller's affair: ``forward`` takes it as a parameter. Tokens always
+lie on one flat axis [T], whatever sequences they belong to.
 
-Nothing here waits for the device or depends on the data, so the halves can be
-captured in CUDA graphs.
+Nothing here waits for the device or depends on the data, so the halves can be captured in CUDA
+graphs.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ AddNorm = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 QKV: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """q [T, Hq, D], k and v [T, Hkv, D]."""
 RotateSplit = Callable[[Tensor, Tensor, Tensor, QKV], None]
-"""q and k [T, Hq + Hkv, D], v [T, Hkv, D], positions [T], and where they go,
-the first turned."""
+"""q and k [T, Hq + Hkv, D], v [T, Hkv, D], positions [T], and where they go, the first turned."""
 _UNNORMED = ("post", "branch")
 """Placements of norms where attention and MLP take the residual as it is."""
 
@@ -159,9 +157,8 @@ class Layer(nn.Module):
         return torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
 
     def post_attention(self, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The layer's input x [T, hidden] and attention's output o [T, Hq, D] →
-        x, and what is to be added to it, if anything is: the next layer's
-        input [T, hidden] is their sum."""
+        """The layer's input x [T, hidden] and attention's output o [T, Hq, D] → x, and what is to
+        be added to it, if anything is: the next layer's input [T, hidden] is their sum."""
         if self.gate is not None:
             h = x if self.placement in _UNNORMED else self.attn_norm(x)
             o = self.gate(h, o)
@@ -205,14 +202,12 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, layers, logits; or some layers of a model, of which other
-    stages have the rest. Made by ``sworker.load.weights.load_model``, which
-    fills in the weights.
+    """Embedding, layers, logits; or some layers of a model, of which other stages have the rest.
+    Made by ``sworker.load.weights.load_model``, which fills in the weights.
 
     Args:
         spec: of the layers that it has.
         with_embedding: it begins with token ids, not with hidden states.
-        with_head: it ends with logits.
     """
 
     embed_positions: Embedding | None
@@ -276,7 +271,7 @@ class Model(nn.Module):
     @property
     def sinks(self) -> tuple[Tensor, ...] | None:
         """Of each layer's attention, float32 [Hq]; None: it has none. The code that
-        attends adds them (``sworker.sinks``)."""
+        attends adds them (``sworker.prefill``)."""
         found = tuple(layer.sinks.sinks.float() for layer in self.layers if layer.sinks is not None)
         return found or None
 

@@ -1,8 +1,7 @@
-"""The S-workers that act as one: how they meet, what they exchange, how they
-part.
+"""The S-workers that act as one: how they meet, what they exchange, how they part.
 
-What is announced travels over gloo on the host, what is computed over the
-device's own collectives (NCCL on CUDA).
+What is announced travels over gloo on the host, what is computed over the device's own
+collectives (NCCL on CUDA).
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import datetime
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,10 @@ from fastdecode.core.errors import WorkerError
 from sworker.ranks.peers import Peers
 from sworker.ranks.sharding import Shard
 
-STOP, BEGIN, ADVANCE, LOGITS, GO_ON, COME_HOME, KEEP_KV, RUN, EMBED = range(9)
-KEEP_ON_HOST, STORE_BLOCKS, FETCH_BLOCKS = range(9, 12)
-SWAP_LANES, ENTER_LANE, LEAVE_LANE, PREFETCH_LANE = range(12, 16)
-"""What rank 0 may ``tell`` first."""
+STOP, BEGIN, ADVANCE, LOGITS, COME_HOME, KEEP_KV, RUN = range(7)
+KEEP_ON_HOST, STORE_BLOCKS, FETCH_BLOCKS = range(7, 10)
+SWAP_LANES, ENTER_LANE, LEAVE_LANE, PREFETCH_LANE = range(10, 14)
+"""What rank 0 may order."""
 JOINING_TIMEOUT_S = 600.0
 """Until all ranks have come to the meeting place."""
 PATIENCE_S = 300.0
@@ -32,6 +32,21 @@ PATIENCE_S = 300.0
 _PARTING_TIMEOUT = datetime.timedelta(seconds=10)
 _FOREVER = datetime.timedelta(days=365)
 """Between two steps nobody knows how long it takes."""
+
+
+class Order(NamedTuple):
+    """What rank 0 has the other ranks do."""
+
+    operation: int
+    lane: int
+    number: int  # of rows, blocks or lanes
+    ints: Tensor  # int64 [n], on the host
+    x: Tensor | None  # [rows, hidden], on the host
+
+    @property
+    def rows(self) -> Tensor:
+        """Token ids and positions of ``number`` rows, int64 [2, T]: the last of ``ints``."""
+        return self.ints[-2 * self.number :].view(2, -1)
 
 
 @dataclass
@@ -51,14 +66,12 @@ class Ranks:
         """Connect to the other ranks of this host. Waits for all of them.
 
         Args:
-            place: a file that doesn't exist yet, in a directory that is this
-                user's alone; the same for all ranks.
-            patience_s: how long another rank may keep this one waiting in the
-                middle of a step.
+            place: a file that doesn't exist yet, in a directory that is this user's alone; the
+                same for all ranks.
+            patience_s: how long another rank may keep this one waiting in the middle of a step.
 
         Raises:
-            WorkerError: not all came in ``JOINING_TIMEOUT_S``, or they can't
-                connect.
+            WorkerError: not all came in ``JOINING_TIMEOUT_S``, or they can't connect.
         """
         # All are on this host: nothing listens beyond loopback.
         if device.type == "cuda":
@@ -107,30 +120,42 @@ class Ranks:
         }
         return {rank: process for rank, (process, space_id) in others.items() if space_id == own[1]}
 
-    def tell(self, *numbers: int) -> None:
-        """Rank 0: announce an operation."""
-        self.share(torch.tensor(numbers, dtype=torch.int64))
+    def order(
+        self,
+        operation: int,
+        lane: int = 0,
+        number: int = 0,
+        ints: Tensor | None = None,
+        x: Tensor | None = None,
+    ) -> None:
+        """Rank 0: have the others do something. See ``Order``."""
+        sizes = 0 if ints is None else ints.numel(), -1 if x is None else len(x)
+        self._share(torch.tensor((operation, lane, number, *sizes), dtype=torch.int64))
+        for part in (ints, x):
+            if part is not None:
+                self._share(part.contiguous())
 
-    def hear(self, num_numbers: int = 3) -> list[int]:
-        """The others: operation, lane, and how many rows, or other numbers that were
-        told. Waits as long as it takes."""
-        numbers = torch.empty(num_numbers, dtype=torch.int64)
+    def hear(self, like: Tensor) -> Order:
+        """The others: wait for the next order, as long as it takes. ``like``: [0, hidden] of
+        the dtype that ``Order.x`` has."""
+        header = torch.empty(5, dtype=torch.int64)
         with self.peers.waiting():
-            dist.broadcast(numbers, 0, group=self.control)
-        heard: list[int] = numbers.tolist()
-        return heard
+            dist.broadcast(header, 0, group=self.control)
+        operation, lane, number, num_ints, num_x = header.tolist()
+        ints = self._share(torch.empty(num_ints, dtype=torch.int64))
+        x = None if num_x < 0 else self._share(like.new_empty((num_x, like.shape[1])))
+        return Order(operation, lane, number, ints, x)
 
-    def share(self, rows: Tensor) -> Tensor:
-        """Rank 0's rows, on the host; the others give room for them, of that
-        shape and dtype."""
-        if rows.numel():
+    def _share(self, part: Tensor) -> Tensor:
+        """Send rank 0's tensor, on the host, to the others, whose has its shape and dtype."""
+        if part.numel():
             with self.peers.waiting():
                 # As bytes: not every version of gloo knows every dtype.
-                data = rows.view(torch.uint8)
+                data = part.view(torch.uint8)
                 sharing = dist.broadcast(data, 0, group=self.control, async_op=True)
                 assert sharing is not None
                 sharing.wait(datetime.timedelta(seconds=self.peers.patience_s))
-        return rows
+        return part
 
     def agree(self, *numbers: int) -> list[int]:
         """The least of what all ranks say, number by number; every rank calls it."""
@@ -175,7 +200,7 @@ class Ranks:
 
     def _part(self) -> None:
         if self.shard.rank == 0:
-            self.tell(STOP, 0, 0)
+            self.order(STOP)
         # Who closes first must not cut off what the others have still to read.
         parting = dist.barrier(group=self.control, async_op=True)
         if parting is not None:

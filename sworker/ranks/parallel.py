@@ -5,11 +5,11 @@ Every pass of rank 0 is announced to the others, unit by unit, and all compute
 their share of it::
 
     rank 0                        ranks 1 …
-    tell BEGIN, ids, positions    hear
+    order BEGIN, ids, positions   hear
     S-step                        S-step
     gather q, k, v                gather q, k, v
     R-workers …
-    tell ADVANCE                  hear
+    order ADVANCE                 hear
     scatter o                     scatter o
     S-step …                      S-step …
 
@@ -20,10 +20,9 @@ links. Each S-worker with its own R-workers would use every host link, and would
 need to agree on every loss.
 
 In a pipeline of stages every stage is such a group, with a rank 0 of its own. A
-step begins behind the first stage with GO_ON and the rows of the stage before,
-in place of BEGIN and token ids; in the first one it ends with COME_HOME and what
-the stages behind have made of the rows whose logits are wanted. Where prompts run in
-stages of their own, the first stage only embeds their steps (EMBED).
+step begins behind the first stage with the rows of the stage before, in place of
+token ids; in the first one it ends with COME_HOME and what
+the stages behind have made of the rows whose logits are wanted.
 
 With KV on the devices (``--kv-placement gpu``) every rank keeps the KV heads that its
 query heads read, and attends by itself: nothing is gathered or scattered. Rank 0's
@@ -45,7 +44,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.model.spec import ModelSpec
-from sworker.feed import Feed
+from sworker.buffers import Feed
 from sworker.graphs import StepGraphs
 from sworker.host_blocks import BlockMemory
 from sworker.model.skeleton import Model
@@ -54,12 +53,11 @@ from sworker.ranks.group import (
     ADVANCE,
     BEGIN,
     COME_HOME,
-    EMBED,
-    GO_ON,
     KEEP_KV,
     LOGITS,
     RUN,
     STOP,
+    Order,
     Ranks,
 )
 from sworker.ranks.kv import FollowingKV, KVMaker, LeadingBlocks, LeadingLanes
@@ -86,8 +84,7 @@ class ParallelPass(Pass):
     @torch.inference_mode()
     def logits(self, rows: NDArray[np.int64]) -> Tensor:
         with self._ranks.peers.exchanging():
-            self._ranks.tell(LOGITS, self._lane, len(rows))
-            self._ranks.share(torch.from_numpy(rows))
+            self._ranks.order(LOGITS, self._lane, ints=torch.from_numpy(rows))
             parts = self._ranks.gather(self._own.logits(rows))  # of [R, vocab / ranks]
         return torch.cat(parts, dim=1)[:, : self._vocab_size]
 
@@ -98,8 +95,8 @@ class ParallelPass(Pass):
     @torch.inference_mode()
     def come_home(self, x: Tensor) -> None:
         with self._ranks.peers.exchanging():
-            self._ranks.tell(COME_HOME, self._lane, len(x))
-            self._own.come_home(self._ranks.share(x))
+            self._ranks.order(COME_HOME, self._lane, x=x)
+            self._own.come_home(x)
 
     def device_s(self) -> float:
         return self._own.device_s()
@@ -118,16 +115,13 @@ class GatheredPass(ParallelPass):
         """rows, x: see ``SWorker.begin``."""
         ranks = worker.ranks
         with ranks.peers.exchanging():
-            ranks.tell(BEGIN if x is None else GO_ON, lane, rows.shape[1])
-            ranks.share(rows)
-            if x is not None:
-                ranks.share(x)
+            ranks.order(BEGIN, lane, rows.shape[1], rows, x)
             super().__init__(worker, lane, SWorker.begin(worker, rows, lane, x=x))
             self._gather()
 
     def advance(self, o: Tensor) -> bool:
         with self._ranks.peers.exchanging():
-            self._ranks.tell(ADVANCE, self._lane, 0)
+            self._ranks.order(ADVANCE, self._lane)
             goes_on = self._own.advance(self._ranks.scatter_heads(o, self._own.q))
             if goes_on:
                 self._gather()
@@ -145,39 +139,8 @@ class GatheredPass(ParallelPass):
         self.q, self.k, self.v = (torch.cat(kind, dim=1) for kind in kinds)
 
 
-class ParallelLayersPass(ParallelPass):
-    """One that attends on the ranks' own devices, layer by layer: q, k, v and o are of the
-    heads that this rank keeps. The others run all layers at once."""
-
-    def __init__(self, worker: ParallelSWorker, lane: int, own: Pass) -> None:
-        super().__init__(worker, lane, own)
-        self.place = own.place
-        self._take()
-
-    def advance(self, o: Tensor) -> bool:
-        goes_on = self._own.advance(o)
-        self._take()
-        return goes_on
-
-    def _take(self) -> None:
-        own = self._own
-        self.layer, self.q, self.k, self.v = own.layer, own.q, own.k, own.v
-
-
-def _announce(ranks: Ranks, inputs: StepInputs) -> None:
-    """The others do their part of a step that attends on the ranks' own devices."""
-    packed = torch.from_numpy(inputs.tables.pack())
-    ranks.tell(RUN, inputs.lane, inputs.rows.shape[1])
-    ranks.tell(len(packed), int(inputs.x is not None))
-    ranks.share(packed)
-    ranks.share(inputs.rows)
-    if inputs.x is not None:
-        ranks.share(inputs.x.contiguous())
-
-
 class ParallelSWorker(SWorker):
-    """Rank 0's S-worker. ``spec`` is the whole model's; ``model`` this rank's
-    part of it.
+    """Rank 0's S-worker. ``spec`` is the whole model's; ``model`` this rank's part of it.
 
     Every method raises WorkerError if another rank is lost.
     """
@@ -200,31 +163,25 @@ class ParallelSWorker(SWorker):
         self, rows: Tensor, lane: int = 0, feed: Feed | None = None, x: Tensor | None = None
     ) -> Pass:
         assert feed is None
-        return GatheredPass(self, lane, rows, None if x is None else x.contiguous())
+        return GatheredPass(self, lane, rows, x)
 
     def run_through(self, run: Callable[[], Tensor], inputs: StepInputs | None = None) -> Pass:
         """See ``SWorker``; the other ranks do the same."""
         assert inputs is not None
         with self.ranks.peers.exchanging():
-            _announce(self.ranks, inputs)
+            rows, packed = inputs.rows, torch.from_numpy(inputs.tables.pack())
+            ints = torch.cat((packed, rows.flatten()))
+            self.ranks.order(RUN, inputs.lane, rows.shape[1], ints, inputs.x)
             return ParallelPass(self, inputs.lane, super().run_through(run))
-
-    def embed(self, rows: Tensor, lane: int) -> Pass:
-        """See ``SWorker``."""
-        with self.ranks.peers.exchanging():
-            self.ranks.tell(EMBED, lane, rows.shape[1])
-            self.ranks.share(rows)
-            return ParallelPass(self, lane, super().embed(rows, lane))
 
     @property
     def sinks(self) -> tuple[Tensor, ...] | None:
-        """See ``SWorker``."""
         return shard_sinks(self.model.sinks, self.ranks.shard)
 
     def attend_in(self, cache: PagedKV) -> bool:
         """See ``SWorker``: every rank makes such a cache for its own heads."""
         with self.ranks.peers.exchanging():
-            self.ranks.tell(KEEP_KV, 0, cache.num_slots // cache.kv.block_size)
+            self.ranks.order(KEEP_KV, number=cache.num_slots // cache.kv.block_size)
             return bool(self.ranks.agree(super().attend_in(cache))[0])
 
     def keep_on_host(self, memory: BlockMemory) -> BlockMemory:
@@ -236,16 +193,7 @@ class ParallelSWorker(SWorker):
         super().swap(lanes)
         return LeadingLanes(lanes, self.ranks)
 
-    def begin_here(self, inputs: StepInputs, feed: Feed | None = None) -> Pass:
-        """See ``SWorker``. Until all layers are done nothing else may happen
-        (``together``): the other ranks run them at once."""
-        assert feed is None
-        _announce(self.ranks, inputs)
-        own = super().begin(inputs.rows, inputs.lane, x=inputs.x)
-        return ParallelLayersPass(self, inputs.lane, own)
-
     def together(self) -> AbstractContextManager[object]:
-        """See ``SWorker``."""
         return self.ranks.peers.exchanging()
 
     def drawn(self, drawing: Drawing) -> list[SampledToken]:
@@ -278,61 +226,44 @@ def mirror(
     worker = SWorker(spec, model, ranks.device, graphs)
     kv = FollowingKV(model, ranks, make_kv)
     follower = _Follower(worker, ranks, kv)
+    like = torch.empty((0, spec.hidden_size), dtype=model.dtype)
     with contextlib.closing(kv):
         while True:
             with ranks.peers.exchanging():
-                operation, lane, num_rows = ranks.hear()
-                if operation == STOP:
+                order = ranks.hear(like)
+                if order.operation == STOP:
                     return
-                if not kv.obeys(operation, lane, num_rows):
-                    follower.do(operation, lane, num_rows)
+                if not kv.obeys(order):
+                    follower.do(order)
 
 
 class _Follower:
-    """A rank behind the first, between two of that one's orders.
-
-    Args:
-        worker: its S-worker.
-        ranks: it, and the others.
-        kv: what it keeps.
-    """
+    """A rank behind the first, between two of that one's orders."""
 
     def __init__(self, worker: SWorker, ranks: Ranks, kv: FollowingKV) -> None:
         self._worker, self._ranks, self._kv = worker, ranks, kv
         self._passes: dict[int, Pass] = {}  # by lane
         self._whole: WholeSteps | None = None
 
-    def do(self, operation: int, lane: int, num_rows: int) -> None:
-        """Its part of what rank 0 does."""
-        ranks, passes = self._ranks, self._passes
-        if operation == EMBED:
-            passes[lane] = self._worker.embed(self._rows(num_rows), lane)
-        elif operation in (BEGIN, GO_ON):
-            rows = self._rows(num_rows)
-            x = self._hidden(num_rows) if operation == GO_ON else None
-            passes[lane] = step = self._worker.begin(rows, lane, x=x)
+    def do(self, order: Order) -> None:
+        """Do this rank's part of what rank 0 does."""
+        ranks, passes, lane, x = self._ranks, self._passes, order.lane, order.x
+        if order.operation == BEGIN:
+            passes[lane] = step = self._worker.begin(order.rows, lane, x=x)
             ranks.gather(torch.cat((step.q, step.k, step.v), dim=1))
-        elif operation == COME_HOME:
-            passes[lane].come_home(self._hidden(num_rows))
-        elif operation == ADVANCE:
+        elif order.operation == COME_HOME:
+            assert x is not None
+            passes[lane].come_home(x)
+        elif order.operation == ADVANCE:
             step = passes[lane]
             if step.advance(ranks.scatter_heads(None, step.q)):
                 ranks.gather(torch.cat((step.q, step.k, step.v), dim=1))
-        elif operation == KEEP_KV:
-            self._keep_kv(num_rows)
-        elif operation == RUN:
-            passes[lane] = self._run(lane, num_rows)
+        elif order.operation == KEEP_KV:
+            self._keep_kv(order.number)
+        elif order.operation == RUN:
+            passes[lane] = self._run(order)
         else:
-            chosen = ranks.share(torch.empty(num_rows, dtype=torch.int64))
-            ranks.gather(passes[lane].logits(chosen.numpy()))
-
-    def _rows(self, num_rows: int) -> Tensor:
-        """Token ids and positions of a step."""
-        return self._ranks.share(torch.empty((2, num_rows), dtype=torch.int64))
-
-    def _hidden(self, num_rows: int) -> Tensor:
-        shape = num_rows, self._worker.spec.hidden_size
-        return self._ranks.share(torch.empty(shape, dtype=self._worker.model.dtype))
+            ranks.gather(passes[lane].logits(order.ints.numpy()))
 
     def _keep_kv(self, num_blocks: int) -> None:
         worker, cache = self._worker, self._kv.keep(num_blocks)
@@ -341,14 +272,9 @@ class _Follower:
             self._whole = WholeSteps(worker.graphs, cache, worker.spec.max_model_len)
             self._whole.prepare()
 
-    def _run(self, lane: int, num_rows: int) -> Pass:
-        worker, ranks, cache = self._worker, self._ranks, self._kv.cache
-        lanes = self._kv.lanes
-        num_packed, has_x = ranks.hear(2)
-        packed = ranks.share(torch.empty(num_packed, dtype=torch.int64))
-        rows = self._rows(num_rows)
-        x = self._hidden(num_rows) if has_x else None
-        tables = StepTables.unpack(packed.numpy())
+    def _run(self, order: Order) -> Pass:
+        worker, cache, lanes, rows = self._worker, self._kv.cache, self._kv.lanes, order.rows
+        tables = StepTables.unpack(order.ints[: -rows.numel()].numpy())
         if tables.copy_sources.size:
             if lanes is not None:
                 lanes.wait_for_all()
@@ -362,7 +288,5 @@ class _Follower:
                 lanes.wait(layer)  # for its copies
             return cache.attend(layer, q, k, v, step, place)
 
-        inputs = StepInputs(lane, rows, tables, x)
-        if lanes is not None:
-            return worker.begin_here(inputs).run(attend)
+        inputs = StepInputs(order.lane, rows, tables, order.x)
         return worker.run_through(partial(run_step, worker, self._whole, inputs, step, attend))

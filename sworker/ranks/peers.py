@@ -28,13 +28,11 @@ _STUCK_S = 30.0
 
 
 class PeerWatch:
-    """Watches processes of this host, by what Linux calls a pidfd. Elsewhere
-    nothing is noticed.
+    """Watches processes of this host, by what Linux calls a pidfd. Elsewhere nothing is noticed.
 
     Args:
-        processes: rank → process id.
-        on_end: called with the ranks that have ended, once, in a thread of its
-            own, when the first does.
+        on_end: called with the ranks that have ended, once, in a thread of its own, when the
+            first does.
     """
 
     def __init__(self, processes: Mapping[int, int], on_end: Callable[[list[int]], None]) -> None:
@@ -83,8 +81,7 @@ class Peers:
 
     Args:
         data: the connections that are broken when a rank has ended.
-        patience_s: how long a rank may keep another one waiting in the middle
-            of a step.
+        patience_s: how long a rank may keep another one waiting in the middle of a step.
     """
 
     shard: Shard
@@ -119,22 +116,19 @@ class Peers:
         """See that all ranks are still there.
 
         Raises:
-            WorkerError: one has ended, so that nothing that was exchanged
-                lately can be trusted.
+            WorkerError: one has ended, so that nothing that was exchanged lately can be trusted.
         """
         if ended := self._ended():
             raise self._lost(ended)
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Within, ranks compute together. What goes wrong here stays what it
-        is, unless a rank has ended: then nothing that is left of it can be
-        relied on.
+        """Within, ranks compute together. What goes wrong here stays what it is, unless a rank
+        has ended: then nothing that is left of it can be relied on.
 
         Raises:
-            WorkerError: a rank has ended, or keeps this one waiting for too
-                long; or a step broke off before, and the others are still in
-                the middle of it.
+            WorkerError: a rank has ended, or keeps this one waiting for too long; or a step broke
+                off before, and the others are still in the middle of it.
         """
         self.check()
         if self._out_of_step:
@@ -182,7 +176,9 @@ class Peers:
             else f"doesn't go on, or not within {self.patience_s:g} s (worker_timeout_s)"
         )
         if error is not None and not ended:
-            what += f": {_brief(error)}"
+            # Without what gloo and NCCL say of their source code, and what they think of it.
+            first_line = str(error).splitlines()[0]
+            what += ": " + re.sub(r"^\[[^]]*\] *", "", first_line).split(". ")[0]
         return WorkerError(
             f"{names} {what}. Without its part of every layer the job can't go on: see that rank's "
             "own output, and start the job again (fastdecode run-batch --resume keeps what is "
@@ -204,8 +200,3 @@ class Peers:
         if self.stuck is not None:
             self.stuck.cancel()
         return is_whole
-
-
-def _brief(error: RuntimeError) -> str:
-    """Without what gloo and NCCL say of their source code, and what they think of it."""
-    return re.sub(r"^\[[^]]*\] *", "", str(error).splitlines()[0]).split(". ")[0]

@@ -1,12 +1,11 @@
-"""Tensor parallelism, put on a model from outside: which part of every weight a
-rank holds, and where ranks sum.
+"""Tensor parallelism, put on a model from outside: which part of every weight a rank holds, and
+where ranks sum.
 
-The model's code knows nothing of it. A rank builds the model of a smaller spec
-(``shard_spec``): its share of the heads, of the MLP's inner dims, of the experts
-or of the dims inside them, and of the vocabulary. ``parallelize`` then exchanges
-the modules whose results are partial sums: attention's output projection and the
-MLP's second one (Megatron-LM's row-parallel layers, Shoeybi et al., arXiv
-1909.08053) and the token embedding; a block of experts sums once, at its end.
+The model's code knows nothing of it. A rank builds the model of a smaller spec (``shard_spec``):
+its share of the heads, of the MLP's inner dims, of the experts or of the dims inside them, and of
+the vocabulary. ``parallelize`` then exchanges the modules whose results are partial sums:
+attention's output projection and the MLP's second one (Megatron-LM's row-parallel layers, Shoeybi
+et al., arXiv 1909.08053) and the token embedding; a block of experts sums once, at its end.
 Everything else works on whole hidden states, the same on every rank.
 """
 
@@ -37,8 +36,7 @@ class Shard:
     rank: int
     size: int
     ep: int = 1
-    """Into how many parts of whole experts the routed experts are divided;
-    divides ``size``."""
+    """Into how many parts of whole experts the routed experts are divided; divides ``size``."""
 
     @property
     def of_experts(self) -> Shard:

@@ -1,7 +1,8 @@
-"""What changes logits before a token is drawn: bias, masks, penalties."""
+"""What changes logits before a token is drawn: processors, bias, masks, penalties."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,18 +10,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastdecode.core.errors import RequestError
+from fastdecode.core.sequence import LogitsProcessor
 from sworker.buffers import to_device as upload
-from sworker.sampling.logits_processors import run_processors
-from sworker.sampling.sampling_state import SamplingState
+from sworker.sampling.sampling_state import History, SamplingState
 from sworker.sampling.token_masks import mask_logits
 
 
 def adjust(logits: Tensor, states: Sequence[SamplingState]) -> None:
-    """Apply processors, masks, logit_bias, min_tokens and penalties in place. Rows without
-    a mask are touched only at the tokens concerned.
+    """Apply processors, masks, logit_bias, min_tokens and penalties in place. Rows without a mask
+    are touched only at the tokens concerned.
 
-    Masks add -inf, so they may as well come first: no penalty moves -inf, and a
-    NaN stays a NaN.
+    Masks add -inf, so they may as well come first: no penalty moves -inf, and a NaN stays a NaN.
     """
     device = logits.device
     # Lists: a generator would be entered once a row.
@@ -49,6 +50,34 @@ def adjust(logits: Tensor, states: Sequence[SamplingState]) -> None:
     picked = logits[rows, ids]
     picked = torch.where(picked > 0, picked / repetition, picked * repetition)
     logits[rows, ids] = picked - frequency * counts - presence * (counts > 0)
+
+
+def run_processors(logits: Tensor, states: Sequence[SamplingState]) -> None:
+    """Let each row's processors change it, in place. What one raises is the
+    row's own ``failure``; no other row notices."""
+    for row, state in enumerate(states):
+        if state.history is None:
+            continue
+        try:
+            logits[row] = _processed(state.params.logits_processors, state.history, logits[row])
+        except Exception as error:  # of the caller's function: any
+            state.failure = RequestError(
+                f"a logits processor failed: {type(error).__name__}: {error}",
+                code="logits_processor_failed",
+            )
+
+
+def _processed(processors: Sequence[LogitsProcessor], history: History, logits: Tensor) -> Tensor:
+    shape, row = logits.shape, logits.clone()
+    for process in processors:
+        tokens = [list(history.output)]
+        parameters = inspect.signature(process).parameters.values()
+        if sum(x.default is x.empty for x in parameters) == 3:
+            tokens.insert(0, list(history.prompt))
+        row = process(*tokens, row)
+        if not isinstance(row, Tensor) or row.shape != shape:
+            raise TypeError(f"it must return a tensor of shape {list(shape)}, not {row!r:.80}")
+    return row.to(torch.float32)
 
 
 def _entries(

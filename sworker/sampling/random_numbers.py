@@ -1,15 +1,13 @@
 """Random numbers that are a function of what they are for.
 
-A number depends on a **key** and a counter alone: the key is a hash of a
-request's seed, its sample index and the number of tokens that it has generated
-(``SamplingState``), the counter says which of the draw's numbers it is. No
-generator is kept, so nothing has to be saved, restored or sent, and a draw is
-the same in any batch and when it is made again after a suspension.
+A number depends on a **key** and a counter alone: the key is a hash of a request's seed, its
+sample index and the number of tokens that it has generated (``SamplingState``), the counter says
+which of the draw's numbers it is. No generator is kept, so nothing has to be saved, restored or
+sent, and a draw is the same in any batch and when it is made again after a suspension.
 
-The function is SplitMix64 (Steele, Lea & Flood, "Fast splittable pseudorandom
-number generators", OOPSLA 2014): additions, shifts and multiplications of
-64-bit integers, which give the same bits in NumPy, in torch and on a GPU.
-Philox would serve too, at several times the operations a number.
+The function is SplitMix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators",
+OOPSLA 2014): additions, shifts and multiplications of 64-bit integers, which give the same bits
+in NumPy, in torch and on a GPU. Philox would serve too, at several times the operations a number.
 """
 
 from __future__ import annotations

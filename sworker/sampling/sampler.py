@@ -1,19 +1,17 @@
 """Batched sampling: logits of a running batch in, one token a row out.
 
-A row's token depends on that row alone, to the bit: nothing is summed in an
-order that could change with the batch. Probabilities become **fixed-point
-weights** (``exp`` scaled by a power of two and rounded to whole numbers), so
-that every sum (the mass, the running sums of top-p, the groups' sums) is exact,
-in whatever order a device adds.
+A row's token depends on that row alone, to the bit: nothing is summed in an order that could
+change with the batch. Probabilities become **fixed-point weights** (``exp`` scaled by a power of
+two and rounded to whole numbers), so that every sum (the mass, the running sums of top-p, the
+groups' sums) is exact, in whatever order a device adds.
 
-top-k, top-p and min-p each end at an edge, a logit, and all tokens down to the
-highest edge are kept, with those tied with it. Then kept tokens race: the
-weight of each is divided by a random number of its own, groups first.
+top-k, top-p and min-p each end at an edge, a logit, and all tokens down to the highest edge are
+kept, with those tied with it. Then kept tokens race: the weight of each is divided by a random
+number of its own, groups first.
 
-The last bits of logits differ with the way a model is run (chunks, parts,
-lanes). A draw changes only where its two best are as close as that, or where a
-token that wins the race was within that of the edge less the tie. What was
-measured, and the alternatives: docs/sampling.md.
+The last bits of logits differ with the way a model is run (chunks, parts, lanes). A draw changes
+only where its two best are as close as that, or where a token that wins the race was within that
+of the edge less the tie. What was measured, and the alternatives: docs/sampling.md.
 """
 
 from __future__ import annotations
@@ -28,12 +26,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.errors import RequestError
-from fastdecode.core.sequence import TokenLogprob, validate_for_vocab
+from fastdecode.core.sequence import TokenLogprob
 from sworker.buffers import Fetched
-from sworker.sampling.groups import FEW_ELEMENTS, greatest_of
 from sworker.sampling.penalties import adjust, to_device
-from sworker.sampling.sampling_state import SamplingState
-from sworker.sampling.weights import controls_of, draw_few, draw_truncated, draw_whole, logprobs_of
+from sworker.sampling.sampling_state import SamplingState as SamplingState
+from sworker.sampling.weights import (
+    FEW_ELEMENTS,
+    controls_of,
+    draw_few,
+    draw_truncated,
+    draw_whole,
+    greatest_of,
+    logprobs_of,
+)
 
 NON_FINITE = "non_finite_logits"
 """The error code of a row that holds NaN or Inf."""
@@ -96,21 +101,10 @@ def _row_error(greatest: float, num_generated: int) -> RequestError:
     )
 
 
-__all__ = [
-    "NON_FINITE",
-    "Drawing",
-    "SampledToken",
-    "SamplingState",
-    "draw",
-    "sample",
-    "validate_for_vocab",
-]
-
 SHORT_LIST = 1024
-"""Likeliest tokens that a truncated row looks at first: sorting 1,024 of 128k
-costs a twentieth of sorting all. A row that needs more (a nearly flat
-distribution under top-p, or a greater top-k) is drawn again from the whole row,
-with the same result as if it had been at once."""
+"""Likeliest tokens that a truncated row looks at first: sorting 1,024 of 128k costs a twentieth
+of sorting all. A row that needs more (a nearly flat distribution under top-p, or a greater top-k)
+is drawn again from the whole row, with the same result as if it had been at once."""
 
 MAX_BLOCK_ELEMENTS = 1 << 24
 """Rows are worked on so many logits at a time: 64 MiB for each temporary."""
@@ -120,8 +114,7 @@ MAX_CPU_BLOCK_ELEMENTS = 1 << 20
 
 
 class Drawing:
-    """Tokens that are drawn on a device, and on their way to the host; see
-    ``draw``.
+    """Tokens that are drawn on a device, and on their way to the host; see ``draw``.
 
     Args:
         logits: adjusted, [B, V].
@@ -216,7 +209,6 @@ def draw(
     Args:
         logits: float32 [B, V], B >= 1, on any device. Bias and penalties are
             applied **in place**.
-        states: one a row.
         fetch: takes what was drawn to the host, in one copy.
     """
     assert logits.dtype == torch.float32 and logits.dim() == 2 and len(states) == logits.shape[0]
@@ -254,7 +246,8 @@ def _draw_rows(
             tokens[at] = draw_whole(logits[at], greatest[at, None], controls)
     for rows in _blocks(truncated, logits):
         at = _index(rows, device)
-        columns = _num_columns([states[row].params.top_k for row in rows], short_list, vocab_size)
+        most = max(states[row].params.top_k or vocab_size for row in rows)
+        columns = min(short_list, vocab_size, most)  # no more than any row needs
         controls = controls_of(states, rows, device)
         tokens[at] = draw_truncated(logits[at], greatest[at, None], controls, columns)
 
@@ -279,8 +272,7 @@ def _logprobs(
 
 
 def _index(rows: NDArray[np.int64], device: torch.device) -> slice | Tensor:
-    """What selects these rows, ascending, of a tensor; without a copy if they
-    are neighbours."""
+    """What selects these rows, ascending, of a tensor; without a copy if they are neighbours."""
     first, last = int(rows[0]), int(rows[-1])
     if last - first + 1 == len(rows):
         return slice(first, last + 1)
@@ -311,15 +303,40 @@ def _split(states: Sequence[SamplingState]) -> tuple[NDArray[np.int64], NDArray[
     return np.array(whole, np.int64), np.array(truncated, np.int64)
 
 
-def _num_columns(top_ks: list[int], short_list: int, vocab_size: int) -> int:
-    """How many of the likeliest tokens to look at: no more than the short list,
-    no more than any row needs."""
-    return min(short_list, vocab_size, max(top_k or vocab_size for top_k in top_ks))
-
-
 def _blocks(rows: NDArray[np.int64], logits: Tensor) -> Iterator[NDArray[np.int64]]:
     """Rows of logits that are worked on at once."""
     most = MAX_CPU_BLOCK_ELEMENTS if logits.device.type == "cpu" else MAX_BLOCK_ELEMENTS
     size = max(1, most // logits.shape[1])
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
+
+
+@torch.inference_mode()
+def prompt_logprobs(
+    logits_of: Callable[[NDArray[np.int64]], Tensor],
+    rows: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    count: int,
+    vocab_size: int,
+    device: torch.device,
+) -> Tensor:
+    """Log-probabilities of a prompt's tokens, each after those before it, by the model's own
+    distribution. A bounded number of rows at a time.
+
+    Args:
+        logits_of: rows of a step [b] → float32 [b, V].
+        rows: [P] whose logits.
+        tokens: [P] what follows each in its prompt.
+
+    Returns:
+        float64 [P, 2 + 2 · count], on the device: see ``logprobs_of``.
+    """
+    most = MAX_CPU_BLOCK_ELEMENTS if device.type == "cpu" else MAX_BLOCK_ELEMENTS
+    size = max(1, most // vocab_size)
+    found = []
+    for first in range(0, len(rows), size):
+        logits = logits_of(rows[first : first + size])
+        following = to_device(tokens[first : first + size], device)[:, None]
+        greatest = logits.amax(dim=1, keepdim=True)
+        found.append(logprobs_of(logits, greatest, following, min(count, vocab_size)))
+    return torch.cat(found)

@@ -1,5 +1,4 @@
-"""What the sampler must remember of one sequence between steps. Nothing here is
-on the device."""
+"""What the sampler must remember of one sequence between steps. Nothing here is on the device."""
 
 from __future__ import annotations
 
@@ -46,20 +45,18 @@ class Grammar(Protocol):
 
 
 class SamplingState:
-    """One sequence as the sampler sees it: how to sample, how far it has come,
-    which tokens it holds.
+    """One sequence as the sampler sees it: how to sample, how far it has come, which tokens it
+    holds.
 
     Args:
         params: valid for this vocabulary (``validate_for_vocab``).
-        seed: with ``sample_index`` and the number of tokens generated, all that
-            random numbers depend on.
+        seed: with ``sample_index`` and the number of tokens generated, all that random numbers
+            depend on.
         prompt_token_ids: what the repetition penalty counts beside the output.
-        eos_token_ids: any of them ends the sequence unless
-            ``params.ignore_eos``.
-        vocab_size: width of the logits.
+        eos_token_ids: any of them ends the sequence unless ``params.ignore_eos``.
         sample_index: which of the request's n completions this is.
-        output_token_ids: tokens generated before a suspension; the next draw
-            goes on as if there had been none.
+        output_token_ids: tokens generated before a suspension; the next draw goes on as if there
+            had been none.
         bad_words: the tokens of each word that it may not say.
     """
 

@@ -1,5 +1,4 @@
-"""Which tokens a row may draw: bits, packed 32 to a word, and words that may not
-be completed."""
+"""Which tokens a row may draw: bits, packed 32 to a word, and words that may not be completed."""
 
 from __future__ import annotations
 

@@ -12,13 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sworker.sampling.groups import (
-    GROUP,
-    greatest_values,
-    group_sums,
-    members,
-    num_groups,
-)
 from sworker.sampling.penalties import to_device
 from sworker.sampling.random_numbers import exponentials, exponentials_in_numpy
 from sworker.sampling.sampling_state import SamplingState, draw_keys
@@ -28,11 +21,18 @@ _MIN_TEMPERATURE = 1e-30
 ties long before."""
 
 
+GROUP = 256
+"""Tokens of a group, by id; the last one may have fewer. What is asked of a row of a
+vocabulary's width is asked of groups first, then of the members of few of them."""
+
+FEW_ELEMENTS = 1 << 16
+"""Up to this number, the greatest are found at once as quickly."""
+
+
 TIE = 2.0**-12
-"""Logits that differ by no more than this count as tied where truncation ends:
-either both tokens are kept or neither. Ten times the float32 noise between two
-ways of running a model, so that tokens which were never trained, and have all
-the same logit but for that noise, stay together."""
+"""Logits that differ by no more than this count as tied where truncation ends: either both tokens
+are kept or neither. Ten times the float32 noise between two ways of running a model, so that
+tokens which were never trained, and have all the same logit but for that noise, stay together."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Controls:
 def controls_of(
     states: Sequence[SamplingState], rows: NDArray[np.int64], device: torch.device
 ) -> Controls:
-    """Of these rows of a batch."""
+    """Controls of these rows of a batch."""
     chosen = [states[row] for row in rows]
     params = [state.params for state in chosen]
     temperatures = [max(p.temperature, _MIN_TEMPERATURE) for p in params]
@@ -214,11 +214,10 @@ def weights_of(logits: Tensor, greatest: Tensor, rate: Tensor | float, vocab_siz
 
 
 def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """Ids of the greatest logits, descending, equals by ascending id. [n, V] →
-    int64 [n, count].
+    """Ids of the greatest logits, descending, equals by ascending id. [n, V] → int64 [n, count].
 
-    Order and id are packed into one integer key, so no two keys are equal and
-    every algorithm gives the same answer.
+    Order and id are packed into one integer key, so no two keys are equal and every algorithm
+    gives the same answer.
     """
     vocab_size = logits.shape[1]
     bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes one zero of two
@@ -243,3 +242,68 @@ def logprobs_of(logits: Tensor, greatest: Tensor, tokens: Tensor, count: int) ->
     picked = logits.gather(1, torch.cat([tokens, ids], dim=1)).double() - log_mass
     rank = (logits > logits.gather(1, tokens)).sum(dim=-1, keepdim=True).add_(1)
     return torch.cat([picked[:, :1], rank.double(), ids.double(), picked[:, 1:]], dim=1)
+
+
+def num_groups(vocab_size: int) -> int:
+    return -(-vocab_size // GROUP)
+
+
+def group_maxima(rows: Tensor) -> Tensor:
+    """[n, V] → [n, G]; NaN where a group holds one."""
+    whole, rest = _parts(rows)
+    maxima = whole.amax(dim=-1)
+    return maxima if rest is None else torch.cat([maxima, rest.amax(dim=-1, keepdim=True)], dim=1)
+
+
+def group_sums(rows: Tensor) -> Tensor:
+    """float32 [n, V] → float64 [n, G]; exact for whole numbers while a sum is below 2^53."""
+    whole, rest = _parts(rows)
+    sums = whole.sum(dim=-1, dtype=torch.float64)
+    if rest is None:
+        return sums
+    return torch.cat([sums, rest.sum(dim=-1, keepdim=True, dtype=torch.float64)], dim=1)
+
+
+def members(rows: Tensor, groups: Tensor, fill: float) -> Tensor:
+    """The values of these groups' tokens, in order of id.
+
+    rows [n, V], groups int64 [n, m] → [n, m · GROUP]; ``fill`` in place of
+    tokens beyond the last.
+    """
+    vocab_size = rows.shape[1]
+    ids = groups[:, :, None] * GROUP + torch.arange(GROUP, device=rows.device)
+    ids = ids.view(len(rows), -1)
+    if vocab_size % GROUP == 0:
+        return rows.gather(1, ids)
+    is_beyond = ids >= vocab_size
+    return rows.gather(1, ids.clamp_(max=vocab_size - 1)).masked_fill_(is_beyond, fill)
+
+
+def greatest_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The greatest value of each row [n], and where it is [n]: the first of
+    equals, and NaN if there is one."""
+    if rows.numel() <= FEW_ELEMENTS:
+        return rows.max(dim=-1)
+    greatest, group = group_maxima(rows).max(dim=-1)
+    member = members(rows, group[:, None], -torch.inf).argmax(dim=-1)
+    return greatest, group.mul_(GROUP).add_(member)
+
+
+def greatest_values(rows: Tensor, count: int) -> Tensor:
+    """The greatest values of each row, descending. [n, V] → [n, count]."""
+    if count == rows.shape[1]:
+        return rows.sort(dim=-1, descending=True).values
+    if 4 * count < num_groups(rows.shape[1]):
+        # All are in the groups with the greatest maxima, of which each holds one.
+        groups = group_maxima(rows).topk(count, dim=-1, sorted=False).indices
+        rows = members(rows, groups, -torch.inf)
+    return rows.topk(count, dim=-1).values
+
+
+def _parts(rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Views: whole groups [n, G, GROUP], and the tokens of the last if they are fewer."""
+    vocab_size = rows.shape[1]
+    num_whole = vocab_size // GROUP
+    end = num_whole * GROUP
+    whole = rows[:, :end].unflatten(1, (num_whole, GROUP))
+    return whole, None if end == vocab_size else rows[:, end:]

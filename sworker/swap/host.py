@@ -26,7 +26,6 @@ class HostKV:
     """Room for as many blocks as a cache on the device has.
 
     Args:
-        like: that cache.
         gpu: the device's driver; None: the device is the host.
 
     Raises:
@@ -50,20 +49,16 @@ class HostKV:
 
     @property
     def pool(self) -> Tensor:
-        """See ``PagedKV``."""
         return self.parts[-1]
 
     @property
     def scales(self) -> Tensor | None:
-        """See ``PagedKV``."""
         return self.parts[0] if len(self.parts) > 1 else None
 
     def store(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """See ``PagedKV``."""
         store_rows(self, layer, k, v, slots)
 
     def copy_blocks(self, source_ids: NDArray[np.int64], target_ids: NDArray[np.int64]) -> None:
-        """See ``PagedKV``."""
         copy_rows(self, source_ids, target_ids)
 
     def place(self, tokens: NDArray[np.int64], staged: Staged) -> None:
@@ -78,7 +73,6 @@ class Staged:
     """What was stored in a step, on its way to the host: in one copy.
 
     Args:
-        lane: whose it is.
         tokens: slots [T].
         rows: of each part, uint8 [layers · 2, T, bytes of one], on the host.
         event: when it is there; None: it is.

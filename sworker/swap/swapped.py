@@ -51,7 +51,7 @@ MAX_RUNS = 4
 """Blocks side by side are copied run by run, by the device's copy engine, where
 there are so few runs."""
 SCATTERED_BYTES = 32 << 20
-"""Of blocks that are gathered at a time."""
+"""Bytes of blocks that are gathered at a time."""
 Blocks: TypeAlias = NDArray[np.int64]
 """Names of blocks, ascending, none twice."""
 
@@ -69,7 +69,7 @@ class Slot:
     is_unused: NDArray[np.bool_] = field(init=False)
     """Of those, what was copied in and no step has seen."""
     arrived: list[Event | None] = field(init=False)
-    """When copies in of each layer are done; None: they are."""
+    """When copies in of each layer are done. None if they are."""
     gathered: Event | None = None
     """When what was stored has been read."""
     leaving: Staged | None = None
@@ -176,8 +176,7 @@ class SwappedKV:
         self.wait(len(self.slots[self._present].arrived) - 1)
 
     def leave(self, tokens: NDArray[np.int64]) -> None:
-        """The present lane's step has stored these slots [T]: they go to the
-        host."""
+        """The present lane's step has stored these slots [T]: they go to the host."""
         slot = self.slots[self._present]
         assert slot.lane is not None
         self._place(slot)  # or it would be overwritten
@@ -213,8 +212,7 @@ class SwappedKV:
                     stream.record_event().synchronize()
 
     def _slot_for(self, lane: int) -> Slot:
-        """The one that has it; else the one that the present lane doesn't use,
-        from now on."""
+        """The one that has it; else the one that the present lane doesn't use, from now on."""
         for slot in self.slots:
             if slot.lane == lane:
                 return slot
@@ -225,8 +223,7 @@ class SwappedKV:
         return slot  # what was still to arrive there is waited for all the same
 
     def _copy_in(self, slot: Slot, blocks: Blocks, *, is_early: bool = False) -> int:
-        """Have the slot get those of its lane's blocks that it lacks; how many
-        these are."""
+        """Have the slot get those of its lane's blocks that it lacks; how many these are."""
         missing = blocks[~slot.is_here[blocks]]
         if not missing.size:
             return 0
@@ -246,10 +243,9 @@ class SwappedKV:
         return len(missing)
 
     def _copy_of(self, slot: Slot, host: HostKV, blocks: Blocks) -> Callable[[int], None]:
-        """What copies these blocks of a layer from the host to the slot: run by
-        run where runs are few; else in one gather, in which the device reads
-        the host's memory itself. A copy takes 10 us to queue, and scattered
-        blocks are thousands of runs."""
+        """What copies these blocks of a layer from the host to the slot: run by run where runs
+        are few; else in one gather, in which the device reads the host's memory itself. A copy
+        takes 10 us to queue, and scattered blocks are thousands of runs."""
         runs = list(stretches(blocks, slot.cache.kv.block_size))
         mapped = host.mapped if len(runs) > MAX_RUNS else None
         if mapped is None or self._gpu is None:
@@ -282,15 +278,16 @@ class SwappedKV:
         return Staged(lane, tokens, _rows(parts, staging), event)
 
     def _place(self, slot: Slot) -> None:
-        """What has left a slot gets its place on the host; waits until it is
-        there."""
+        """What has left a slot gets its place on the host; waits until it is there."""
         leaving, slot.leaving = slot.leaving, None
         if leaving is not None:
             leaving.wait()
             self.hosts[leaving.lane].place(leaving.tokens, leaving)
 
     def _on(self, stream: Stream | None) -> AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._gpu is None else self._gpu.on(stream)
+        if self._gpu is None or stream is None:
+            return contextlib.nullcontext()
+        return self._gpu.on(stream)
 
 
 def _copy_runs(

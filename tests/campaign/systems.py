@@ -35,7 +35,6 @@ from system_talks import NUM_CONVERSATIONS, LocalTalks, ServedTalks, Talks, Turn
 
 from fastdecode import LLM
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
-from fastdecode.schedule.hybrid.rule import Margins
 from fastdecode.schedule.times import MeasuredTimes
 from sworker.paged import PagedKV
 
@@ -301,7 +300,7 @@ class Systems:
 def _keep_away(llm: LLM) -> None:
     """Have what waits go to R-workers, as with many sequences and a real device."""
 
-    def rule(known: Known, now: Course, costs: Costs, margins: Margins) -> Course:
+    def rule(known: Known, now: Course, costs: Costs, error: float) -> Course:
         return Course(Layout.SPLIT, len(known.waiting), True)
 
     control = llm._running.engine._lifecycle.scheduler.hybrid

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fastdecode.cli.main import main
-from fastdecode.core.install import pip_command
+from fastdecode.core.errors import pip_command
 from fastdecode.engine.setup import launch
 
 Run = Callable[..., tuple[int, list[dict[str, Any]]]]

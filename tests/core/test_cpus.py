@@ -16,8 +16,8 @@ from fastdecode.core.host import cpus
 from fastdecode.core.host import facts as host
 from fastdecode.core.host.cpus import available_cores, cpu_quota
 from fastdecode.core.host.machine import default_kv_bytes, free_memory_bytes
-from fastdecode.core.host.user_cache import user_cache
 from fastdecode.core.model.local_models import hub_cache
+from fastdecode.core.model.weights_hash import user_cache
 from rworker.attention import AttentionExecutor
 
 ROOT = Path(fastdecode.__file__).parents[1]
@@ -149,7 +149,7 @@ def test_only_one_file_asks_the_host_itself() -> None:
     packages = ("fastdecode", "rworker", "sworker", "cost_model", "cpu_kernels")
     files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
     for text, allowed in (
-        ("Path.home()", {"user_cache.py"}),
+        ("Path.home()", {"weights_hash.py"}),
         ("sched_getaffinity(0)", {"cpus.py", "bench.py"}),
         ("virtual_memory().available", {"machine.py"}),
     ):

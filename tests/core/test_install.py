@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from fastdecode.core.errors import MissingExtraError, imports_for
-from fastdecode.core.install import pip_command
+from fastdecode.core.errors import MissingExtraError, imports_for, pip_command
 
 
 @dataclass

@@ -4,13 +4,12 @@ what is odd about a profile is named."""
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from fastdecode.core.doubts import doubts
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.measurement import (
     DecodePoint,
@@ -22,6 +21,7 @@ from fastdecode.core.measurement import (
     RProfile,
     SProfile,
     Timing,
+    doubts,
     read_profile,
     write_profile,
 )
@@ -82,21 +82,21 @@ def change(tree: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     [
         ("format", "something", "format"),
         ("version", 1, '"version" is 1; this release reads 2'),
-        ("prompt_attention", "x", "prompt_attention must be one of s, r"),
+        ("prompt_attention", "x", r"\$\.prompt_attention"),
         ("kind", "x", "kind"),
-        ("layer", None, '"layer" is missing'),
-        ("layer", [], "layer must be a list of 1"),
-        ("layer", {}, "layer must be a list"),
-        ("layer.0.timing.seconds.0", -1.0, r"layer\[0\]\.timing\.seconds\[0\] is -1.0"),
-        ("layer.0.timing.seconds.0", float("nan"), r"seconds\[0\] is nan"),
-        ("layer.0.timing.seconds.0", "fast", r"seconds\[0\] must be a number"),
-        ("layer.1.size", 6.5, r"layer\[1\]\.size must be a whole number"),
-        ("layer.1.size", True, r"layer\[1\]\.size must be a number"),
-        ("shape.num_layers", 10**30, "shape.num_layers is"),
-        ("machine.software", {"numpy": 2}, "machine.software must be an object of strings"),
-        ("machine", [], "machine must be an object"),
-        ("model", "", "model must be a string"),
-        ("extra", 1, '"extra" is not a field'),
+        ("layer", None, "missing required field `layer`"),
+        ("layer", [], r"length >= 1 - at `\$\.layer`"),
+        ("layer", {}, r"Expected `array`, got `object` - at `\$\.layer`"),
+        ("layer.0.timing.seconds.0", -1.0, r"> 0.* - at `\$\.layer\[0\]\.timing\.seconds\[0\]`"),
+        ("layer.0.timing.seconds.0", float("nan"), r"> 0.*seconds\[0\]"),
+        ("layer.0.timing.seconds.0", "fast", r"Expected `float`, got `str` - at .*seconds\[0\]"),
+        ("layer.1.size", 6.5, r"Expected `int`, got `float` - at `\$\.layer\[1\]\.size"),
+        ("layer.1.size", True, r"Expected `int`, got `bool` - at `\$\.layer\[1\]\.size"),
+        ("shape.num_layers", 10**30, r"\$\.shape\.num_layers"),
+        ("machine.software", {"numpy": 2}, r"`str`, got `int` - at `\$\.machine\.software"),
+        ("machine", [], r"Expected `object`, got `array` - at `\$\.machine`"),
+        ("model", "", r"\$\.model"),
+        ("extra", 1, "unknown field `extra`"),
     ],
 )
 def test_broken_fields_are_named(tmp_path: Path, where: str, value: Any, message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from cost_model.hardware import Hardware
 from cost_model.plans.question import Goal, Setup
@@ -61,7 +62,7 @@ def r_profile(**change: object) -> RProfile:
     profile = RProfile(
         MACHINE, 32, 8, 128, "bfloat16", 32, 2, 64, 400 << 30, points, (2.5e11, 2.5e11)
     )
-    return replace(profile, **change)  # type: ignore[arg-type]
+    return structs.replace(profile, **change)
 
 
 def net_profile() -> NetProfile:
@@ -132,13 +133,13 @@ def test_profiles_replace_datasheets() -> None:
 
 
 def test_a_message_takes_no_longer_than_its_round_trip() -> None:
-    link = LinkModel.from_profile(replace(net_profile(), message=Timing((1e-3,))))
+    link = LinkModel.from_profile(structs.replace(net_profile(), message=Timing((1e-3,))))
     assert (link.trip_s, link.message_s) == (0.0, pytest.approx(2.1e-5))
 
 
 def test_prompts_that_r_workers_attend_cross_the_link() -> None:
     """What was measured with R-workers in the same process; q, k, v and o of 300 tokens."""
-    profile = replace(s_profile(), prompt_attention="r")
+    profile = structs.replace(s_profile(), prompt_attention="r")
     near, far = (SystemTime(replace(measured(), gpu=s).system(), 1) for s in (s_profile(), profile))
     num_bytes = SPEC.num_layers * 300 * (COSTS.out_bytes + COSTS.back_bytes)
     inside = SystemTime(replace(far.system, link=LinkModel.within_process()), 1)

@@ -23,7 +23,7 @@ from fastdecode.core.spec import KVSpec
 from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.prompts import DevicePrefill
 from fastdecode.schedule.plan import Chunk
-from sworker.feed import Feed
+from sworker.buffers import Feed
 from sworker.paged import PagedKV
 
 

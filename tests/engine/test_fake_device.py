@@ -33,8 +33,8 @@ from sworker.load.weights import load_model, random_model
 from sworker.model import moe as block_module
 from sworker.model.skeleton import Model
 from sworker.paged import PagedKV, PagedStep, Prompt
+from sworker.prefill import add_sinks
 from sworker.sampling.sampler import SamplingState, draw
-from sworker.sinks import add_sinks
 from sworker.whole import WholeSteps
 from sworker.worker import Pass, SWorker
 

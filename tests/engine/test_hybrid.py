@@ -17,7 +17,6 @@ from fastdecode.core.holders import HolderId, SequenceId
 from fastdecode.core.sequence import Request, Sequence
 from fastdecode.schedule.hybrid.control import Rule
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
-from fastdecode.schedule.hybrid.rule import Margins
 from fastdecode.schedule.times import MeasuredTimes
 
 SHARED: dict[str, Any] = {"dtype": "float32", "r_threads": 1, "block_size": 16}
@@ -41,7 +40,7 @@ def tokens(llm: LLM) -> Tokens:
 def always(layout: Layout, *, home_is_open: bool = True) -> Rule:
     """Whoever waits goes to R-workers."""
 
-    def rule(known: Known, now: Course, costs: Costs, margins: Margins) -> Course:
+    def rule(known: Known, now: Course, costs: Costs, error: float) -> Course:
         return Course(layout, len(known.waiting), home_is_open)
 
     return rule
@@ -50,7 +49,7 @@ def always(layout: Layout, *, home_is_open: bool = True) -> Rule:
 def restless() -> Rule:
     courses = [Course(layout, 2) for layout in (Layout.MIXED, Layout.SPLIT)]
 
-    def rule(known: Known, now: Course, costs: Costs, margins: Margins) -> Course:
+    def rule(known: Known, now: Course, costs: Costs, error: float) -> Course:
         courses.append(courses.pop(0))
         return courses[0]
 
@@ -224,7 +223,7 @@ def test_quantised_everybody_has_the_tokens_of_its_side(
 def test_what_the_device_could_never_hold_goes_to_r_workers(
     expected: Callable[[str], Tokens], llama: str
 ) -> None:
-    def never(known: Known, now: Course, costs: Costs, margins: Margins) -> Course:
+    def never(known: Known, now: Course, costs: Costs, error: float) -> Course:
         return replace(now, num_away=0)
 
     with hybrid(llama, never, device_kv_gb=0.00003) as llm:

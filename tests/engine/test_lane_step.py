@@ -12,9 +12,8 @@ from device_runs import NUM_LAYERS, Run
 
 from fastdecode.core.holders import Holder, HolderKind, Part, Residence
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
-from fastdecode.engine.step.attention import Begun, StepRecord
 from fastdecode.engine.step.batch import StepBatch
-from fastdecode.engine.step.lane_step import LaneStep
+from fastdecode.engine.step.lane_step import Begun, LaneStep, StepRecord
 from fastdecode.schedule.plan import Chunk
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
 

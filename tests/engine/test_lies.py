@@ -24,7 +24,7 @@ from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.step import remote
-from fastdecode.engine.step.attention import StepRecord
+from fastdecode.engine.step.lane_step import StepRecord
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import (
     Accepted,

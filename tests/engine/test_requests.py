@@ -20,9 +20,8 @@ from tokenizers import Tokenizer, models
 from fastdecode import LLM, SamplingParams
 from fastdecode.cli.main import main
 from fastdecode.conversations.turns import Turn, TurnPrompter
-from fastdecode.core.cache_use import CacheUse
 from fastdecode.core.errors import CapacityError, ConfigError, ModelError, RequestError
-from fastdecode.core.sequence import PromptRequest
+from fastdecode.core.sequence import CacheUse, PromptRequest
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import Chat
 from fastdecode.text.codec import TextCodec

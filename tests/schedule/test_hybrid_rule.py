@@ -13,20 +13,19 @@ from drawn_hybrid import DrawnCase, draw, judge, simulate
 
 from examples import examples
 from fastdecode.core.config.groups import Batching
-from fastdecode.schedule.hybrid.control import HybridOptions
+from fastdecode.schedule.hybrid.control import HybridGuard, HybridOptions
 from fastdecode.schedule.hybrid.forecast import (
     Costs,
     Course,
     Known,
     Layout,
     Work,
+    choose,
     coarse,
     finish_s,
     num_leaving,
     paces,
 )
-from fastdecode.schedule.hybrid.guard import HybridGuard
-from fastdecode.schedule.hybrid.rule import Margins, choose
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
@@ -58,7 +57,7 @@ def known(num_home: int, num_waiting: int, *, num_away: int = 0, num_blocks: int
 
 
 def test_a_queue_goes_where_weights_are_shared_by_many() -> None:
-    assert choose(known(64, 256), NOW, costs(), Margins()).num_away > 0
+    assert choose(known(64, 256), NOW, costs(), 0.0).num_away > 0
 
 
 @pytest.mark.parametrize(("num_reused", "goes"), [(0, False), (50, False), (600, True)])
@@ -69,7 +68,7 @@ def test_who_has_been_kept_away_goes_there_if_that_spares_enough(
     waits = Work(40, 700, 16, num_uncached=700, num_reused_away=num_reused)
     idle = replace(known(1, 0), home_blocks=100, waiting=(waits,))
     dear = replace(costs(r_s=1e-9, round_trip_s=1e-5), s_part=lambda n: 0.010 + 1e-3 * n)
-    course = choose(idle, NOW, dear, Margins())
+    course = choose(idle, NOW, dear, 0.0)
     assert (course.num_away == 1) is goes
     assert num_leaving(idle, replace(course, num_away=1)) == (num_reused > 0)
 
@@ -77,7 +76,7 @@ def test_who_has_been_kept_away_goes_there_if_that_spares_enough(
 def test_r_workers_that_are_faster_than_the_device_get_all() -> None:
     fast = replace(costs(r_s=1e-10, round_trip_s=0.0), device=lambda load: 1e-3 * load)
     some = replace(known(8, 64), away_free=(256,), away_blocks=(256,))
-    course = choose(some, NOW, fast, Margins())
+    course = choose(some, NOW, fast, 0.0)
     assert course.num_away == 16 and not course.home_is_open
 
 
@@ -85,7 +84,7 @@ def test_another_layout_has_to_save_something_while_somebody_is_away() -> None:
     # At balance of both layouts, nothing changes.
     same = known(64, 0, num_away=64)
     for layout in Layout:
-        found = choose(same, Course(layout), costs(), Margins(least_gain=10.0))
+        found = choose(same, Course(layout), costs(), 0.0, least_gain=10.0)
         assert found.layout is layout
 
 
@@ -132,10 +131,9 @@ def test_paces() -> None:
 
 
 def test_never_slower_than_the_device_alone() -> None:
-    """With the scheduler, the lifecycle and the rule as they are. The first
-    ten were slower once: forecasts took all R-workers' blocks for one room,
-    knew nothing of prompts, and thought that two would share an away lane of
-    which one found room at home."""
+    """With the scheduler, the lifecycle and the rule as they are. The first ten were slower once:
+    forecasts took all R-workers' blocks for one room, knew nothing of prompts, and thought that
+    two would share an away lane of which one found room at home."""
     modes: Counter[str] = Counter()
     ratios = []
     for seed in (428, 824, 2643, 3316, 3376, 4223, 7125, 7152, 8306, 8746, *range(examples(60))):
@@ -167,10 +165,10 @@ def test_the_rule_is_asked_at_admission_and_every_64_steps() -> None:
         case, trace=RequestTrace((request,) * 4), times=slow, blocks=(100, 40), most_running=8
     )
 
-    def asked(known: Known, now: Course, costs: Costs, margins: Margins) -> Course:
+    def asked(known: Known, now: Course, costs: Costs, error: float) -> Course:
         assert control is not None
         asked_at.append(sum(control.counts.steps.values()))
-        return choose(known, now, costs, margins)
+        return choose(known, now, costs, error)
 
     options = HybridOptions(case.device, rule=asked, measured_steps=0, clock=lambda: 0.0)
     batching = Batching(max_num_sequences=8, schedule="greedy", lanes=1)

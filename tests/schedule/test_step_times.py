@@ -17,8 +17,6 @@ from cost_model.predict import LaneTimes, System, SystemTime
 from cost_model.shapes import model_named
 from cost_model.simulate import Table, TabledTimes
 from cost_model.workload import Workload
-from fastdecode.core.holders import HolderId
-from fastdecode.schedule.hybrid.inputs import Guess, GuessedTime
 from fastdecode.schedule.life.events import Run
 from fastdecode.schedule.simulation.resources import Flight, Rounds
 from fastdecode.schedule.times import (
@@ -162,7 +160,6 @@ EVERY = {
     "tabled": TabledTimes(Table(((1, 0.01), (256, 0.016))), (Table(((0, 0.0), (1, 1e-6))),), 2e-3),
     "datasheet": SystemTime(paper_system(), 8, 1e10),
     "measured": measured(Linear(0.01, 1e-4, (1e-6,)), [9000] * 40, [64] * 40, MeasuredTimes()),
-    "guessed": GuessedTime(Linear(0.01, 1e-4, (0.0, 1e-7)), Guess(1e5), HolderId(1)),
 }
 
 

@@ -44,16 +44,12 @@ def test_a_lanes_own_memory_is_cut_once_for_all_steps_that_are_alike() -> None:
         assert (staging.send(large, large, large) is staging.send(large, large, large)) == is_kept
     wide = torch.zeros(9, 8, 4)[:, :6]
     assert staging.send(wide, k, v) is not staging.send(wide, k, v)
-    gone = [weakref.ref(x) for x in _send_layers(staging, 2 * LENT_LAYERS)]
+    layers = [torch.zeros(9, 6, 4) for _ in range(6 * LENT_LAYERS)]
+    for first in range(0, len(layers), 3):
+        staging.send(*layers[first : first + 3])
+    gone = [weakref.ref(x) for x in layers]
+    del layers
     assert sum(x() is not None for x in gone) <= 3 * LENT_LAYERS
-
-
-def _send_layers(staging: Staging, num_layers: int) -> list[torch.Tensor]:
-    """Send so many layers, each in other memory."""
-    layers = [torch.zeros(9, 6, 4) for _ in range(3 * num_layers)]
-    for layer in range(num_layers):
-        staging.send(*layers[3 * layer : 3 * layer + 3])
-    return layers
 
 
 def test_pinned_memory_is_taken_once_and_only_what_is_asked_for_is_copied() -> None:

@@ -14,7 +14,7 @@ from recorded_gpu import RecordedGpu
 from fastdecode.wire.buffers import BufferPool
 from sworker import device
 from sworker.buffers import Room
-from sworker.device import CudaGpu, HostMemory, clear_cuda_error, feed_gpu, gpu_of
+from sworker.device import Gpu, HostMemory, clear_cuda_error, feed_gpu, gpu_of
 from sworker.worker import DeviceTimer
 
 
@@ -102,9 +102,9 @@ class Pins:
 
 def gpu_with(
     cudart: Cudart, allocate: Callable[[int], torch.Tensor] = refuse, kind: str = "cuda"
-) -> CudaGpu:
+) -> Gpu:
     gpu = torch.device("cuda", 0) if kind == "cuda" else torch.device(kind)
-    return CudaGpu(gpu, HostMemory(gpu, cudart, allocate))
+    return Gpu(gpu, HostMemory(gpu, cudart, allocate))
 
 
 def test_memory_is_pinned_as_long_as_anything_looks_into_it() -> None:
@@ -183,7 +183,7 @@ def test_where_nothing_is_pinned_memory_is_plain(caplog: pytest.LogCaptureFixtur
 def test_all_drivers_of_a_device_know_what_was_refused() -> None:
     """There are many: each lane's staging, the sampler, the S-worker."""
     one, other = (gpu_of(torch.device("cuda", 0)) for _ in range(2))
-    assert isinstance(one, CudaGpu) and isinstance(other, CudaGpu)
+    assert isinstance(one, Gpu) and isinstance(other, Gpu)
     assert one is not other and one._memory is other._memory
 
 

@@ -15,6 +15,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from sworker import paged
 from sworker.dtypes import quantize
+from sworker.kernel_trial import CHUNK_TOKENS
 from sworker.kv_splits import Splits
 from sworker.paged import PagedKV, gathered_decode
 from sworker.prefill import chunk_attention
@@ -56,11 +57,11 @@ class RightKernels:
         self, q: Tensor, keys: Tensor, values: Tensor, scales: Any, slots: Tensor, splits: Splits,
         spec: AttentionSpec, slopes: Tensor | None, *, out: Tensor,
     ) -> None:  # fmt: skip
-        """Of one chunk, whose slots are those of all of its sequence."""
+        """Of one chunk, the last rows, whose slots are those of all of its sequence."""
         seen = [x[slots].float() for x in (keys, values)]
         if scales is not None:
             seen = [x * of[slots][..., None] for x, of in zip(seen, scales, strict=True)]
-        out.copy_(chunk_attention(q.float(), *seen, spec))
+        out[-CHUNK_TOKENS:] = chunk_attention(q[-CHUNK_TOKENS:].float(), *seen, spec)
 
 
 def cache_of(

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from attention_cases import ReferenceAttention
 from checkpoints import FEW_FAMILIES, oracle, prompts
 
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.core.model.spec import ModelSpec
 from sworker.load.weights import load_model
-from sworker.model.reference import ReferenceAttention
 from sworker.model.rope import RotaryTable, frequencies
 from sworker.model.skeleton import forward
 

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from attention_cases import ReferenceAttention
 from checkpoints import prompts
 from device_engine import device_engine, run
 
 from fastdecode.core.errors import ConfigError, WorkerError
 from sworker.graphs import StepGraphs
 from sworker.load.weights import load_model
-from sworker.model.reference import ReferenceAttention
 from sworker.ranks.group import Ranks
 from sworker.ranks.parallel import ParallelSWorker
 from sworker.ranks.peers import Peers
@@ -73,16 +73,6 @@ def run_stage(worker: SWorker) -> tuple[torch.Tensor, torch.Tensor]:
     goes_on = True
     while goes_on:
         goes_on = forward.advance(attend(forward.layer, forward.q, forward.k, forward.v))
-    output = forward.output.clone()
-    forward.come_home(output[1:] * 2)
-    return output, forward.logits(np.arange(2))
-
-
-@torch.inference_mode()
-def run_embedding(worker: SWorker) -> tuple[torch.Tensor, torch.Tensor]:
-    """A step that is only embedded here, and logits of what comes home."""
-    forward = worker.embed(torch.tensor([[5, 9, 200], [0, 1, 2]]), 1)
-    assert forward.is_over
     output = forward.output.clone()
     forward.come_home(output[1:] * 2)
     return output, forward.logits(np.arange(2))
@@ -148,7 +138,7 @@ def test_two_ranks_say_what_one_says(
 ) -> None:
     spec, whole = load_model(paths[index], device="cpu", dtype=torch.float32)
     alone = SWorker(spec, whole, CPU)
-    expected = [*run_passes(alone), *run_embedding(alone), *run_stage(alone)]
+    expected = [*run_passes(alone), *run_stage(alone)]
     is_padded = index % 2 == 1  # as the other does; padded steps begin as the model does
     ranks = meet(index)
     try:
@@ -160,7 +150,7 @@ def test_two_ranks_say_what_one_says(
         if graphs is not None:
             graphs.prepare()
         together = ParallelSWorker(spec, half, ranks, graphs)
-        found = [*run_passes(together), *run_embedding(together)]
+        found = run_passes(together)
         found += () if is_padded else run_stage(together)
     finally:
         ranks.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sworker.kernels.spinning import (
+from sworker.kernels.threads import (
     FEW_WAIT,
     FIRST_HOLD_S,
     LONGEST_HOLD_S,
@@ -17,10 +17,10 @@ from sworker.kernels.spinning import (
     WINDOW_S,
     IdleThreads,
     SpareThreads,
+    openmp_library,
     waited_for_cores,
     watch_idle_threads,
 )
-from sworker.kernels.threads import openmp_library
 
 
 class RecordedBrake:

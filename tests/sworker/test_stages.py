@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from attention_cases import ReferenceAttention
 from checkpoints import FAMILIES, prompts
 from safetensors.torch import load_file, save_file
 
 from fastdecode.core.model.stages import split_layers, stage_spec
 from sworker.graphs import StepGraphs
 from sworker.load.weights import load_model
-from sworker.model.reference import ReferenceAttention
 from sworker.model.skeleton import Model, forward
 from sworker.worker import Pass, SWorker
 

@@ -79,7 +79,12 @@ class Lanes:
         for layer in range(self.num_layers):
             self.swap.wait(layer)
             k, v = (torch.from_numpy(self.random.standard_normal(shape, np.float32)) for _ in "kv")
-            self._read(cache, self.own[lane], layer, first)
+            places = torch.arange(first)
+            past = (NUM_BLOCKS - 1 - places // BLOCK) * BLOCK + places % BLOCK
+            own = self.own[lane]
+            for mine, whole in ((cache.pool, own.pool), (cache.scales, own.scales)):
+                if mine is not None and whole is not None:
+                    self.found.append((mine[layer][:, past], whole[layer][:, past]))
             for each in (cache, self.own[lane]):
                 each.store(layer, k, v, slots)
         self.lengths[lane] += num_new
@@ -87,13 +92,6 @@ class Lanes:
         self.lately = [*(x for x in self.lately[-2:] if x != lane), lane]
         if next_lane is not None:
             self.swap.prefetch(next_lane, self.past(next_lane))
-
-    def _read(self, cache: PagedKV, own: PagedKV, layer: int, num_tokens: int) -> None:
-        places = torch.arange(num_tokens)
-        slots = (NUM_BLOCKS - 1 - places // BLOCK) * BLOCK + places % BLOCK
-        for mine, whole in ((cache.pool, own.pool), (cache.scales, own.scales)):
-            if mine is not None and whole is not None:
-                self.found.append((mine[layer][:, slots], whole[layer][:, slots]))
 
     def check(self) -> None:
         assert self.found

@@ -10,7 +10,6 @@ from messages_for_tests import in_one_piece
 from random_requests import DELTAS, REQUESTS
 from raw_messages import RawDeltas, RawSubmit, said
 
-from fastdecode.core.cache_use import CacheUse
 from fastdecode.core.delta import Delta
 from fastdecode.core.errors import (
     CapacityError,
@@ -20,7 +19,7 @@ from fastdecode.core.errors import (
     WorkerError,
 )
 from fastdecode.core.holders import KVSource
-from fastdecode.core.sequence import Request, SamplingParams
+from fastdecode.core.sequence import CacheUse, Request, SamplingParams
 from fastdecode.wire.codec import Codec
 from fastdecode.wire.instances import Deltas, Submit
 

@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from fastdecode.core.host.control_groups import CGROUPS, OWN_GROUPS, control_groups, read_number
-
 BINDING_VARIABLES: Final = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-
+CGROUPS: Final = Path("/sys/fs/cgroup")
+OWN_GROUPS: Final = Path("/proc/self/cgroup")
 
 _noted: frozenset[int] = frozenset()
 
@@ -78,13 +77,51 @@ def cpu_quota(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> float | None:
         The tightest quota of ``cpu.max`` (version 2) or ``cpu.cfs_quota_us`` (version 1). None
         if there is none.
     """
-    return min(_quotas(cgroups, own), default=None)
-
-
-def _quotas(cgroups: Path, own: Path) -> Iterator[float]:
+    quotas = []
     for directory, is_v2 in control_groups("cpu", cgroups, own):
         names = ("cpu.max", "cpu.max") if is_v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         quota = read_number(directory / names[0])
         period = read_number(directory / names[1], place=1 if is_v2 else 0)
         if quota and period:
-            yield quota / period
+            quotas.append(quota / period)
+    return min(quotas, default=None)
+
+
+def control_groups(
+    controller: str, cgroups: Path = CGROUPS, own: Path = OWN_GROUPS
+) -> Iterator[tuple[Path, bool]]:
+    """Yield the directory of each control group of this process (a container's, a batch job's),
+    with the groups around it, and whether it is of version 2."""
+    try:
+        lines = own.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = cgroups / controller if controllers else cgroups
+        group = root / path.lstrip("/")
+        for directory in (group, *group.parents):
+            yield directory, not controllers
+            if directory == root:
+                break
+
+
+def read_number(file: Path, key: str | None = None, place: int = 0) -> int | None:
+    """Return the whole number that a file holds.
+
+    Args:
+        key: The number follows this word.
+        place: Of the number among the words.
+
+    Returns:
+        None if there is no such number, as where there is no limit.
+    """
+    try:
+        words = file.read_text("utf-8", "replace").split()
+    except OSError:
+        return None
+    if key is not None:
+        words = words[words.index(key) + 1 :] if key in words else []
+    return int(words[place]) if len(words) > place and words[place].isdecimal() else None

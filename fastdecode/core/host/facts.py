@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import re
 import shutil
 import socket
@@ -12,11 +11,10 @@ import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from fastdecode.core.host.cpus import usable_cpus
-from fastdecode.core.host.machine import free_memory_bytes
+from fastdecode.core.host.machine import free_memory_bytes, versions
 from fastdecode.core.words import make_printable
 
 _PACKAGES = ("fastdecode", "numpy", "numba", "mpi4py", "pyzmq")
@@ -77,43 +75,30 @@ TF32_SWITCH = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 
 
 def forces_tf32(environment: Mapping[str, str]) -> bool:
-    """Whether torch would compute float32 products in TF32. It takes "1" alone
-    for yes."""
+    """Whether torch would compute float32 products in TF32. It takes "1" alone for yes."""
     return environment.get(TF32_SWITCH) == "1"
 
 
 def this_host() -> HostFacts:
+    huge_pages = re.search(r"\[(\w+)\]", _read(_HUGE_PAGES))  # always [madvise] never
     return HostFacts(
         host=socket.gethostname(),
-        versions=_versions(),
+        versions=tuple(f"{name} {version}" for name, version in versions(_PACKAGES).items()),
         mpi=_mpi_library(),
         cpus=tuple(sorted(usable_cpus()))[: 1 << 13],
         num_host_cpus=os.cpu_count() or 1,
         numa_cpus=_numa_cpus(),
-        huge_pages=_chosen(_read(_HUGE_PAGES)),
+        huge_pages=huge_pages[1] if huge_pages else "",
         free_bytes=free_memory_bytes(),
         interfaces=_interfaces(),
     )
 
 
-def _versions() -> tuple[str, ...]:
-    found = [f"python {platform.python_version()}"]
-    for package in _PACKAGES:
-        try:
-            found.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            continue
-    return tuple(found)
-
-
 def _mpi_library() -> str:
     """Only if somebody has loaded it: loading MPI changes a process."""
     mpi = sys.modules.get("mpi4py.MPI")
-    return (
-        ""
-        if mpi is None
-        else str(mpi.Get_library_version()).split("\n")[0].split(",")[0].strip("\0 ")
-    )
+    text = "" if mpi is None else str(mpi.Get_library_version())
+    return text.split("\n")[0].split(",")[0].strip("\0 ")
 
 
 def _numa_cpus() -> tuple[str, ...]:
@@ -132,12 +117,6 @@ def _interfaces() -> tuple[str, ...]:
         if name in up and address.family == socket.AF_INET
     ]
     return tuple(found[:_MAX_LISTED])
-
-
-def _chosen(text: str) -> str:
-    """``always [madvise] never`` → madvise."""
-    match = re.search(r"\[(\w+)\]", text)
-    return match[1] if match else ""
 
 
 def _read(path: Path) -> str:

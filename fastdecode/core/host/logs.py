@@ -22,7 +22,12 @@ def keep_traces_out() -> Callable[[], None]:
     handlers, hook, filter_ = logging.getLogger().handlers[:], threading.excepthook, NoTraces()
     for handler in handlers:
         handler.addFilter(filter_)
-    threading.excepthook = _tell_of_thread
+
+    def tell_of_thread(ended: threading.ExceptHookArgs) -> None:
+        name = "?" if ended.thread is None else ended.thread.name
+        logging.getLogger(__name__).error("thread %s ended: %s", name, ended.exc_type.__name__)
+
+    threading.excepthook = tell_of_thread
 
     def undo() -> None:
         for handler in handlers:
@@ -30,8 +35,3 @@ def keep_traces_out() -> Callable[[], None]:
         threading.excepthook = hook
 
     return undo
-
-
-def _tell_of_thread(ended: threading.ExceptHookArgs) -> None:
-    name = "?" if ended.thread is None else ended.thread.name
-    logging.getLogger(__name__).error("thread %s ended: %s", name, ended.exc_type.__name__)

@@ -6,12 +6,17 @@ The S-part imports this module and runs without psutil, which only its functions
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
-from fastdecode.core.host.control_groups import CGROUPS, OWN_GROUPS, control_groups, read_number
-from fastdecode.core.host.cpus import available_cores
+from fastdecode.core.host.cpus import (
+    CGROUPS,
+    OWN_GROUPS,
+    available_cores,
+    control_groups,
+    read_number,
+)
 from fastdecode.core.measurement import Machine
 
 
@@ -20,18 +25,23 @@ def this_machine(device: str, packages: Iterable[str]) -> Machine:
 
     Args:
         device: what the measured part ran on: ``cpu``, or the GPU's name.
-        packages: whose versions matter; those that aren't installed are left
-            out.
+        packages: whose versions matter; those that aren't installed are left out.
     """
     import psutil
 
-    software = {"python": platform.python_version()}
+    software = versions(packages)
+    return Machine(cpu_name(), available_cores(), psutil.virtual_memory().total, device, software)
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of Python, and of those packages that are installed."""
+    found = {"python": platform.python_version()}
     for package in packages:
         try:
-            software[package] = metadata.version(package)
+            found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return Machine(cpu_name(), available_cores(), psutil.virtual_memory().total, device, software)
+    return found
 
 
 DEFAULT_KV_SHARE = 0.5
@@ -39,33 +49,29 @@ DEFAULT_KV_SHARE = 0.5
 
 
 def free_memory_bytes(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> int:
-    """Memory that this process may still take: what the host has free, or less
-    if a control group that it is in (a container's, a batch job's) leaves
-    less."""
+    """Memory that this process may still take: what the host has free, or less if a control group
+    that it is in (a container's, a batch job's) leaves less."""
     import psutil
 
-    return max(0, min([psutil.virtual_memory().available, *_group_rooms(cgroups, own)]))
+    # Below the limit of each control group. File pages in no use count as free.
+    rooms = [psutil.virtual_memory().available]
+    for directory, is_v2 in control_groups("memory", cgroups, own):
+        names = ("max", "current") if is_v2 else ("limit_in_bytes", "usage_in_bytes")
+        limit, usage = (read_number(directory / f"memory.{name}") for name in names)
+        if limit is not None and usage is not None:
+            cached = "inactive_file" if is_v2 else "total_inactive_file"
+            rooms.append(limit - usage + (read_number(directory / "memory.stat", cached) or 0))
+    return max(0, min(rooms))
 
 
 def default_kv_bytes(num_caches: int, free_bytes: int | None = None) -> int:
-    """Memory of each of so many KV caches that share this host, where nobody
-    says.
+    """Memory of each of so many KV caches that share this host, where nobody says.
 
     Args:
         free_bytes: for them and all else; None: what is free now.
     """
     free = free_memory_bytes() if free_bytes is None else free_bytes
     return int(free * DEFAULT_KV_SHARE) // num_caches
-
-
-def _group_rooms(cgroups: Path, own: Path) -> Iterator[int]:
-    """Yield the bytes below the limit of each control group. File pages in no use count as free."""
-    for directory, is_v2 in control_groups("memory", cgroups, own):
-        names = ("max", "current") if is_v2 else ("limit_in_bytes", "usage_in_bytes")
-        limit, usage = (read_number(directory / f"memory.{name}") for name in names)
-        if limit is not None and usage is not None:
-            cached = "inactive_file" if is_v2 else "total_inactive_file"
-            yield limit - usage + (read_number(directory / "memory.stat", cached) or 0)
 
 
 def cpu_name() -> str:

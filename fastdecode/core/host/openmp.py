@@ -4,7 +4,7 @@ Left alone, GNU's spin for 5 to 15 ms after every parallel region and Intel's
 for 200. Where anything else wants the cores, such as an R-worker in another
 process, a thread that spins takes whole time slices from the one it waits for:
 so a bound is set. An engine that computes in one thread alone spins for longer,
-and watches whether others want the cores (``sworker.kernels.spinning``).
+and watches whether others want the cores (``sworker.kernels.threads``).
 Runtimes read their variables when they are loaded, which importing torch does.
 """
 
@@ -25,7 +25,6 @@ def bound_spinning(environ: MutableMapping[str, str], modules: Container[str]) -
     """Bound it for a runtime that is not loaded yet, unless the user has decided.
 
     Args:
-        environ: this process's environment.
         modules: that are imported; with torch it is too late.
     """
     if "torch" not in modules and _POLICY not in environ:

@@ -28,8 +28,7 @@ def block_keys(parent: bytes, token_ids: Sequence[int], block_size: int) -> list
 
     Args:
         parent: the key of the block before them, or the root's.
-        token_ids: of the blocks, ``block_size`` each; what is left over has no
-            key.
+        token_ids: of the blocks, ``block_size`` each; what is left over has no key.
     """
     data = np.array(token_ids, "<i4").tobytes()
     size = 4 * block_size
@@ -45,7 +44,6 @@ def tail_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
     Args:
         parent: as of ``block_keys``.
-        token_ids: of the block.
     """
     data = np.array(token_ids, "<i4").tobytes()
     return blake2b(parent + data, digest_size=KEY_BYTES, person=b"tail").digest()
@@ -56,12 +54,11 @@ _BLOCKS: Final = "blocks/1"
 
 
 def tier_identity(identity: str) -> str:
-    """What kept blocks that outlive a process have to agree in, to the bit: 64
-    hexadecimal digits.
+    """What kept blocks that outlive a process have to agree in, to the bit: 64 hexadecimal
+    digits.
 
     Args:
-        identity: of all beside tokens that K and V depend on, every byte of the
-            weights included.
+        identity: of all beside tokens that K and V depend on, every byte of the weights included.
     """
     said = f"{_BLOCKS}/{identity}".encode(errors="surrogatepass")
     return blake2b(said, digest_size=32, person=b"kept blocks").hexdigest()

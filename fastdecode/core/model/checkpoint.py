@@ -1,11 +1,9 @@
-"""A Hugging Face model directory: its config files, and where each tensor lies
-on disk.
+"""A Hugging Face model directory: its config files, and where each tensor lies on disk.
 
-The safetensors layout is: the header's length (8 bytes, little endian), the
-header (a JSON object of name → dtype, shape, begin and end), the raw tensors.
-We read it ourselves rather than map the file into memory, so that the peak
-memory of a load is what the loader allocates and nothing else. Everything in a
-header is checked before it is used.
+The safetensors layout is: the header's length (8 bytes, little endian), the header (a JSON object
+of name → dtype, shape, begin and end), the raw tensors. We read it ourselves rather than map the
+file into memory, so that the peak memory of a load is what the loader allocates and nothing else.
+Everything in a header is checked before it is used.
 """
 
 from __future__ import annotations
@@ -14,20 +12,20 @@ import hashlib
 import json
 import logging
 import math
+import operator
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CheckpointError
-from fastdecode.core.model.config_reader import ConfigReader
+from fastdecode.core.model.config_reader import ConfigReader, text_part
 from fastdecode.core.model.encoded_tensors import find_weights
 from fastdecode.core.model.families import check_implemented, read_model_spec
-from fastdecode.core.model.files import read_model_file
-from fastdecode.core.model.hf_config import text_part
+from fastdecode.core.model.files import parse_json, read_model_file
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.model.quantisation import read_quantisation
 from fastdecode.core.model.spec import ModelSpec
@@ -63,9 +61,8 @@ class Checkpoint:
     tensors: Mapping[str, TensorEntry]
     """Weights by name; quantised ones as what they are decoded to."""
     model_hash: str
-    """An identity for the model: SHA-256 over its config.json and safetensors
-    headers, in hex. The weights aren't read: two fine-tunes of one model that
-    were saved alike have the same."""
+    """An identity for the model: SHA-256 over its config.json and safetensors headers, in hex.
+    The weights aren't read: two fine-tunes of one model that were saved alike have the same."""
     is_random: bool = False
     """Weights are made by a fixed seed. ``tensors`` is empty."""
 
@@ -73,12 +70,10 @@ class Checkpoint:
         """What the model is.
 
         Args:
-            max_model_len: a length limit other than the model's own (see
-                ``read_model_spec``).
+            max_model_len: a length limit other than the model's own (see ``read_model_spec``).
 
         Raises:
-            UnsupportedModelError: the architecture or one of its features isn't
-                implemented.
+            UnsupportedModelError: the architecture or one of its features isn't implemented.
             CheckpointError: ``config.json`` makes no sense.
             ConfigError: ``max_model_len`` is out of range.
         """
@@ -130,17 +125,15 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path, load_format: str = "safetensors") -> Checkpoint:
-    """Read the config files and every safetensors header of a model directory;
-    no tensor is read.
+    """Read the config files and every safetensors header of a model directory; no tensor is read.
 
     Args:
         load_format: ``random``: read the config files only.
 
     Raises:
-        UnsupportedModelError: the architecture, or what config.json asks for,
-            isn't implemented.
-        CheckpointError: a file is missing or broken, or the index doesn't fit
-            the files; says what to do.
+        UnsupportedModelError: the architecture, or what config.json asks for, isn't implemented.
+        CheckpointError: a file is missing or broken, or the index doesn't fit the files; says
+            what to do.
     """
     directory = find_model(path)
     config_bytes, config, quantised = _read_config(directory)
@@ -216,51 +209,38 @@ def _read_object(file: Path) -> Mapping[str, object]:
 
 
 def is_same(a: TensorEntry, b: TensorEntry) -> bool:
-    """Whether two tensors are alike in dtype, shape and every byte; reads both,
-    up to the first difference. Encoded ones are taken for different.
+    """Return True if two tensors have equal dtypes, shapes and bytes. Encoded ones count as
+    different.
 
     Raises:
-        CheckpointError: a file can't be read.
+        CheckpointError: If a file can't be read.
     """
     if (a.dtype, a.shape) != (b.dtype, b.shape) or a.encoding or b.encoding:
         return False
-    try:
-        with a.file.open("rb") as first, b.file.open("rb") as second:
-            first.seek(a.offset)
-            second.seek(b.offset)
-            for start in range(0, a.num_bytes, _COMPARED_BYTES):
-                count = min(_COMPARED_BYTES, a.num_bytes - start)
-                if first.read(count) != second.read(count):
-                    return False
-    except OSError as error:
-        raise CheckpointError(f"{a.file} can't be read: {error.strerror or error}.") from error
-    return True
+    return all(map(operator.eq, _chunks(a), _chunks(b)))
 
 
 def is_zero(entry: TensorEntry) -> bool:
-    """Whether every byte of a tensor that isn't encoded is zero.
+    """Return True if every byte of a tensor that isn't encoded is zero.
 
     Raises:
-        CheckpointError: the file can't be read.
+        CheckpointError: If the file can't be read.
     """
+    return not any(map(any, _chunks(entry)))
+
+
+def _chunks(entry: TensorEntry) -> Iterator[bytes]:
     try:
         with entry.file.open("rb") as file:
             file.seek(entry.offset)
             for start in range(0, entry.num_bytes, _COMPARED_BYTES):
-                if any(file.read(min(_COMPARED_BYTES, entry.num_bytes - start))):
-                    return False
+                yield file.read(min(_COMPARED_BYTES, entry.num_bytes - start))
     except OSError as error:
         raise CheckpointError(f"{entry.file} can't be read: {error.strerror or error}.") from error
-    return True
 
 
 def _parse_object(file: Path, data: bytes) -> dict[str, object]:
-    try:
-        parsed = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} is not valid JSON ({error}). Fetch the file again."
-        ) from None
+    parsed = parse_json(file, data)
     if not isinstance(parsed, dict):
         raise CheckpointError(
             f"{file} must hold a JSON object, not a {type(parsed).__name__}. Fetch the file again."
@@ -367,16 +347,14 @@ def _parse_header(file: Path, header_bytes: bytes) -> list[TensorEntry]:
 def _parse_entry(file: Path, name: str, entry: object, start: int) -> TensorEntry:
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
-            dtype in ITEM_BITS and len(shape) <= MAX_DIMS and all(_is_dim(dim) for dim in shape)
+            dtype in ITEM_BITS
+            and len(shape) <= MAX_DIMS
+            and all(type(dim) is int and 0 <= dim <= MAX_DIM for dim in shape)
         ):
             num_bytes = ITEM_BITS[dtype] * math.prod(shape) // 8
             if begin >= 0 and end - begin == num_bytes:
                 return TensorEntry(name, file, dtype, tuple(shape), start + begin, num_bytes)
     raise _broken(file, f"the header's entry of {name!r} makes no sense")
-
-
-def _is_dim(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_DIM
 
 
 def _broken(file: Path, why: str) -> CheckpointError:

@@ -1,21 +1,46 @@
-"""Typed, bounded reads of a JSON object that somebody else wrote."""
+"""Typed, bounded reads of ``config.json``, which another program wrote, and the steps in which
+every family's is read."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
-from fastdecode.core.errors import CheckpointError
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import CheckpointError, ConfigError, Given, UnsupportedModelError
+
+MAX_VOCAB = 1 << 24
+MAX_HIDDEN = 1 << 18
+MAX_INTERMEDIATE = 1 << 22
+
+REFUSED_IF_TRUE = {
+    "is_encoder_decoder": "an encoder-decoder",
+    "add_cross_attention": "cross-attention",
+    "use_bidirectional_attention": "bidirectional attention",
+    "apply_residual_connection_post_layernorm": "a residual taken after the norm",
+    "pruned_heads": "pruned heads",
+}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+_OF_ALL_PARTS = (
+    "architectures",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+)
+"""Fields of a model of several parts that overrule its text part's."""
 
 
 class ConfigReader:
-    """Reads fields of ``where`` (a file's name, for messages) and refuses those
-    that can't be right.
+    """Reads fields of ``where`` (a file's name, for messages) and refuses those that can't be
+    right.
 
-    Fields have had several names over the years: every method takes all of
-    them, newest first, and reads the first that is present and not null. Every
-    refusal is a ``CheckpointError`` that names the file, the field, the value
-    that was found and what it must be.
+    Fields have had several names over the years: every method takes all of them, newest first,
+    and reads the first that is present and not null. Every refusal is a ``CheckpointError`` that
+    names the file, the field, the value that was found and what it must be.
     """
 
     def __init__(self, fields: Mapping[str, object], where: str) -> None:
@@ -40,7 +65,7 @@ class ConfigReader:
         return sorted(asking - self.asked - set(known))
 
     def refuse(self, name: str, value: object, rule: str) -> CheckpointError:
-        found = "is missing" if value is None else f"is {_shorten(value)}"
+        found = "is missing" if value is None else f"is {Given(name, value).shown}"
         return CheckpointError(
             f"{self.where}: {name!r} {found}; it must be {rule}. The file is damaged or isn't "
             "this model's: "
@@ -92,15 +117,8 @@ class ConfigReader:
 
     def integers(self, name: str, *, low: int = 0, high: int) -> tuple[int, ...]:
         """A list of whole numbers within ``low..high``; a missing field is an empty one."""
-        _, value = self.find(name)
-        if value is None:
-            return ()
         rule = f"a list of whole numbers from {low} to {high}"
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            raise self.refuse(name, value, rule)
-        items = tuple(item for item in value if isinstance(item, int) and low <= item <= high)
-        if len(items) != len(value):
-            raise self.refuse(name, value, rule)
+        items = self._items(name, rule, lambda x: isinstance(x, int) and low <= x <= high)
         return tuple(map(int, items))
 
     def flag(self, name: str, default: bool) -> bool:
@@ -123,15 +141,7 @@ class ConfigReader:
 
     def strings(self, name: str) -> tuple[str, ...]:
         """A list of strings; a missing field is an empty one."""
-        _, value = self.find(name)
-        if value is None:
-            return ()
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            raise self.refuse(name, value, "a list of strings")
-        items = tuple(item for item in value if isinstance(item, str))
-        if len(items) != len(value):
-            raise self.refuse(name, value, "a list of strings")
-        return items
+        return self._items(name, "a list of strings", lambda x: isinstance(x, str))
 
     def mapping(self, *names: str) -> ConfigReader | None:
         """A reader of a nested object; None if the field is missing."""
@@ -155,6 +165,18 @@ class ConfigReader:
             ids.append(item)
         return tuple(ids)
 
+    def _items(self, name: str, rule: str, is_item: Callable[[Any], bool]) -> tuple[Any, ...]:
+        _, value = self.find(name)
+        if value is None:
+            return ()
+        if (
+            isinstance(value, str)
+            or not isinstance(value, Sequence)
+            or not all(map(is_item, value))
+        ):
+            raise self.refuse(name, value, rule)
+        return tuple(value)
+
     def _positive(self, name: str, value: object, high: float) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= high:
             raise self.refuse(name, value, f"a number above 0 and at most {high:g}")
@@ -163,6 +185,34 @@ class ConfigReader:
         return float(value)
 
 
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def text_part(reader: ConfigReader) -> ConfigReader:
+    """The config of a model's text part, where it has several (``text_config``),
+    with what the whole says of it; else the config as it is."""
+    text = reader.mapping("text_config")
+    if text is None:
+        return reader
+    whole = {
+        name: reader.fields[name] for name in _OF_ALL_PARTS if reader.fields.get(name) is not None
+    }
+    return ConfigReader({**text.fields, **whole}, reader.where)
+
+
+def refuse_feature(reader: ConfigReader, name: str, feature: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{reader.where}: {name!r} asks for {feature}, which isn't implemented. Use a checkpoint "
+        "without it."
+    )
+
+
+def read_dtype(reader: ConfigReader, default: str) -> DType | None:
+    """None for float64: weights can be read from it, but nothing runs in it."""
+    name = reader.string("dtype", "torch_dtype", default=default)
+    if name.removeprefix("torch.") in ("float64", "double"):
+        return None
+    try:
+        return DType.parse(name)
+    except ConfigError:
+        rule = f"one of {', '.join(d.value for d in DType)}"
+        raise UnsupportedModelError(
+            f"{reader.where}: the dtype {name!r} isn't implemented; it must be {rule}."
+        ) from None

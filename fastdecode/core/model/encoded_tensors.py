@@ -8,8 +8,15 @@ from collections.abc import Mapping
 
 from fastdecode.core.errors import CheckpointError
 from fastdecode.core.model.quantisation import Quantisation
-from fastdecode.core.model.tensor_entry import ITEM_BITS, Encoding, TensorEntry
-from fastdecode.core.model.weight_formats import AWQ_ORDER, FORMATS, UNUSED, Format
+from fastdecode.core.model.tensor_entry import (
+    AWQ_ORDER,
+    FORMATS,
+    ITEM_BITS,
+    UNUSED,
+    Encoding,
+    Format,
+    TensorEntry,
+)
 
 _EXPONENTS = ("U8", "F8_E8M0")
 _SCALES = ("F32", "F16", "BF16", "F8_E4M3", *_EXPONENTS)
@@ -20,12 +27,8 @@ _Tensors = Mapping[str, TensorEntry]
 
 
 def find_weights(tensors: _Tensors, quantisation: Quantisation | None) -> dict[str, TensorEntry]:
-    """The tensors of a checkpoint, with one entry in place of the codes, scales
-    and zero points of each quantised weight. What concerns quantised activations
-    is left out.
-
-    Args:
-        quantisation: what the config says.
+    """The tensors of a checkpoint, with one entry in place of the codes, scales and zero points
+    of each quantised weight. What concerns quantised activations is left out.
 
     Raises:
         CheckpointError: scales are missing, or shapes don't fit each other.
@@ -39,20 +42,11 @@ def find_weights(tensors: _Tensors, quantisation: Quantisation | None) -> dict[s
             found[weight.name] = weight
             used.update(part.name for part in encoding.parts)
     for name, entry in tensors.items():
-        if name not in used and not _is_unused(name):
+        if name not in used and name.rsplit(".", 1)[-1] not in UNUSED:
             if entry.name in found:
                 raise _broken(entry, "stands beside codes and scales of the same weight")
             found[name] = entry
-    _refuse_undecoded(found)
-    return found
-
-
-def _is_unused(name: str) -> bool:
-    return name.rsplit(".", 1)[-1] in UNUSED
-
-
-def _refuse_undecoded(tensors: _Tensors) -> None:
-    for entry in tensors.values():
+    for entry in found.values():
         if entry.encoding is None and entry.dtype in ("F8_E4M3", *_UNDECODED):
             why = "has no scale" if entry.dtype == "F8_E4M3" else "isn't decoded"
             raise CheckpointError(
@@ -60,6 +54,7 @@ def _refuse_undecoded(tensors: _Tensors) -> None:
                 "download is incomplete, or the format isn't known: use the checkpoint in "
                 "bfloat16 that it was made from."
             )
+    return found
 
 
 def _find_encoding(
@@ -193,7 +188,7 @@ def _side(length: int, num_scales: int, hint: int) -> int | None:
 def _check_parts(encoding: Encoding) -> None:
     """Shapes of zero points, the global scale and the group index."""
     form, (count, rows, columns) = encoding.format, encoding.matrix
-    groups = _num_groups(encoding)
+    groups = math.ceil(rows / encoding.block[0]), math.ceil(columns / encoding.block[1])
     if encoding.global_scale is not None and math.prod(encoding.global_scale.shape) != 1:
         raise _broken(encoding.global_scale, "isn't one number")
     index = encoding.group_index
@@ -211,11 +206,6 @@ def _check_parts(encoding: Encoding) -> None:
     )
     if math.prod(zeros.shape) != count * math.prod(expected):
         raise _broken(zeros, f"has the shape {list(zeros.shape)}, not {list(expected)}")
-
-
-def _num_groups(encoding: Encoding) -> tuple[int, int]:
-    _, rows, columns = encoding.matrix
-    return math.ceil(rows / encoding.block[0]), math.ceil(columns / encoding.block[1])
 
 
 def _decoded(encoding: Encoding) -> TensorEntry:

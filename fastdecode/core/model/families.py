@@ -11,17 +11,17 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model import moe_rows, names
-from fastdecode.core.model.config_reader import ConfigReader
-from fastdecode.core.model.hf_config import (
+from fastdecode.core.model.config_reader import (
     MAX_HIDDEN,
-    limit_length,
+    ConfigReader,
     read_dtype,
     refuse_feature,
     text_part,
 )
 from fastdecode.core.model.moe import Router
-from fastdecode.core.model.moe_rows import deepseek_router, shared, softmax_router
+from fastdecode.core.model.moe_rows import deepseek_router, layers_from, shared, softmax_router
 from fastdecode.core.model.names import Source
 from fastdecode.core.model.quantisation import read_quantisation
 from fastdecode.core.model.refused import refuse_unknown
@@ -112,18 +112,18 @@ def read_model_spec(
         norm_eps=1e-6,
         quantisation=quantisation,
     )
-    spec = _with_text_ends(row.read(reader, start, max_model_len), reader, generation)
-    return limit_length(spec, max_model_len)
-
-
-def _with_text_ends(spec: ModelSpec, reader: ConfigReader, generation: ConfigReader) -> ModelSpec:
-    """Add the tokens that begin and end a text. Those outside the vocabulary don't count."""
+    spec = row.read(reader, start, max_model_len)
+    if max_model_len is not None and not 1 <= max_model_len <= spec.max_model_len:
+        rule = f" is not within 1..{spec.max_model_len}, what {spec.name} serves"
+        raise ConfigError(Given("max_model_len", max_model_len), rule)
+    # Tokens that begin and end a text. Those outside the vocabulary don't count.
     eos = (*generation.token_ids("eos_token_id"), *reader.token_ids("eos_token_id"))
     bos, known = reader.token_ids("bos_token_id")[:1], range(spec.vocab_size)
     return replace(
         spec,
         bos_token_id=next((token for token in bos if token in known), None),
         eos_token_ids=tuple(dict.fromkeys(token for token in eos if token in known)),
+        max_model_len=max_model_len or spec.max_model_len,
     )
 
 
@@ -155,11 +155,6 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     return tuple(slopes)
 
 
-def _qwen_slides(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]:
-    first = reader.integer("max_window_layers", low=0, high=MAX_LAYERS, default=28)
-    return lambda layer: layer >= first
-
-
 def _switched_window(default: int | None) -> Read[int | None]:
     """A window that is off unless ``use_sliding_window`` says otherwise."""
     size = window(default)
@@ -187,13 +182,6 @@ def _exaone_slides(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], boo
     return _all_but_every("sliding_window_pattern", 4)(reader, spec)
 
 
-def _rotates_local_unless_all_full(
-    reader: ConfigReader, spec: ModelSpec, kinds: LayerKinds
-) -> tuple[bool, ...]:
-    has_window = window(4096)(reader, spec) is not None
-    return tuple(not has_window or kind == "sliding_attention" for kind in kinds)
-
-
 def _rotates_some(reader: ConfigReader, spec: ModelSpec, kinds: LayerKinds) -> tuple[bool, ...]:
     """Layers with a 1 in ``no_rope_layers`` turn. Without it, all do but every fourth."""
     every = reader.integer("no_rope_layer_interval", high=MAX_LAYERS, default=4)
@@ -217,11 +205,6 @@ def _llama4_growth(reader: ConfigReader, spec: ModelSpec) -> tuple[float, int] |
 def _qwen2_moe_slides(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]:
     first = reader.integer("max_window_layers", low=0, high=MAX_LAYERS, default=28)
     return lambda layer: (layer + 1) % 2 == 1 and layer < first
-
-
-def _dots_slides(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]:
-    first = reader.integer("max_window_layers", low=0, high=MAX_LAYERS, default=62)
-    return lambda layer: layer >= first
 
 
 def _cohere_has_layer_norms(reader: ConfigReader) -> bool:
@@ -326,10 +309,6 @@ def _falcon_kv_heads(reader: ConfigReader, spec: ModelSpec) -> int:
     return 1 if reader.flag("multi_query", True) else spec.num_q_heads
 
 
-def _falcon_is_parallel(reader: ConfigReader, spec: ModelSpec) -> bool:
-    return reader.flag("new_decoder_architecture", False) or reader.flag("parallel_attn", True)
-
-
 def _falcon_shares_norm(reader: ConfigReader, spec: ModelSpec) -> bool:
     num_norms = 2 if reader.flag("new_decoder_architecture", False) else 1
     num_norms = reader.integer("num_ln_in_parallel_attn", high=2, default=num_norms)
@@ -344,10 +323,6 @@ def _mpt_attention(reader: ConfigReader) -> ConfigReader:
     if not found.flag("alibi", True):
         raise refuse_feature(found, "alibi", "MPT without ALiBi")
     return found
-
-
-def _mpt_clip(reader: ConfigReader, spec: ModelSpec) -> float | None:
-    return _mpt_attention(reader).optional_number("clip_qkv", high=1e6)
 
 
 def _mpt_scale(reader: ConfigReader, spec: ModelSpec, layer: int) -> float:
@@ -370,14 +345,6 @@ def _gpt2_scale(reader: ConfigReader, spec: ModelSpec, layer: int) -> float:
     scale = spec.head_dim**-0.5 if reader.flag("scale_attn_weights", True) else 1.0
     by_layer = reader.flag("scale_attn_by_inverse_layer_idx", False)
     return scale / (layer + 1 if by_layer else 1)
-
-
-def _query_scalar(reader: ConfigReader, spec: ModelSpec, layer: int) -> float:
-    return float(reader.number("query_pre_attn_scalar", high=1e6, default=256) ** -0.5)
-
-
-def _opt_has_final_norm(reader: ConfigReader, spec: ModelSpec) -> bool:
-    return spec.norm_placement == "pre" and not reader.flag("_remove_final_layer_norm", False)
 
 
 # --- RMSNorm, rotary embedding, gated MLP
@@ -423,7 +390,7 @@ MISTRAL = LLAMA.derive(
 QWEN2 = LLAMA.derive(
     "qwen2", "Qwen2ForCausalLM", "Qwen2Model", models="Qwen2, Qwen2.5",
     fields={**_NO_BIAS, "qkv_bias": True}, positions=_positions(32768),
-    window=_switched_window(4096), slides=_qwen_slides,
+    window=_switched_window(4096), slides=layers_from("max_window_layers", 28),
 )  # fmt: skip
 QWEN3 = QWEN2.derive(
     "qwen3", "Qwen3ForCausalLM", "Qwen3Model", models="Qwen3",
@@ -455,7 +422,10 @@ GEMMA2 = GEMMA.derive(
         "norm_placement": "sandwich",
         "logit_softcap": optional_number("final_logit_softcapping", 30.0),
     },
-    names=names.GEMMA2, scale=_query_scalar,
+    names=names.GEMMA2,
+    scale=lambda reader, spec, layer: float(
+        reader.number("query_pre_attn_scalar", high=1e6, default=256) ** -0.5
+    ),
     softcap=optional_number("attn_logit_softcapping", 50.0), window=window(4096),
     slides=lambda reader, spec: lambda layer: layer % 2 == 0,
 )  # fmt: skip
@@ -511,7 +481,9 @@ EXAONE4 = LLAMA.derive(
         **_NO_BIAS, "norm_eps": _rms_eps(1e-5), "norm_placement": "branch", "qk_norm": "head",
     },
     names=names.BRANCH, window=window(4096), slides=_exaone_slides,
-    rotates=_rotates_local_unless_all_full,
+    rotates=lambda reader, spec, kinds: tuple(
+        window(4096)(reader, spec) is None or kind == "sliding_attention" for kind in kinds
+    ),
 )  # fmt: skip
 COHERE = LLAMA.derive(
     "cohere", "CohereForCausalLM", "CohereModel", models="Command R",
@@ -638,7 +610,10 @@ OPT = Row(
             "pre" if reader.flag("do_layer_norm_before", True) else "post"
         ),
         "norm_affine": flag("layer_norm_elementwise_affine", True),
-        "final_norm": _opt_has_final_norm, "qkv_bias": flag("enable_bias", True),
+        "final_norm": lambda reader, spec: (
+            spec.norm_placement == "pre" and not reader.flag("_remove_final_layer_norm", False)
+        ),
+        "qkv_bias": flag("enable_bias", True),
         "o_bias": flag("enable_bias", True), "mlp_bias": flag("enable_bias", True),
         "num_learned_positions": lambda reader, spec: spec.max_model_len + 2,
         "learned_position_offset": 2, "tied_embeddings": flag("tie_word_embeddings", True),
@@ -749,7 +724,10 @@ FALCON = Row(
         "intermediate_size": integer("ffn_hidden_size", default=same_as("intermediate_size")),
         "activation": activation("activation", default="gelu"), "norm": "layer",
         "norm_eps": number("layer_norm_epsilon", high=1.0, default=1e-5),
-        "parallel_residual": _falcon_is_parallel, "shared_norm": _falcon_shares_norm,
+        "parallel_residual": lambda reader, spec: (
+            reader.flag("new_decoder_architecture", False) or reader.flag("parallel_attn", True)
+        ),
+        "shared_norm": _falcon_shares_norm,
         "qkv_bias": flag("bias", False), "o_bias": flag("bias", False),
         "mlp_bias": flag("bias", False), "tied_embeddings": flag("tie_word_embeddings", True),
     },
@@ -760,7 +738,10 @@ MPT = Row(
     "mpt", ("MptForCausalLM", "MPTForCausalLM", "MptModel"), names.MPT, models="MPT",
     fields={
         "activation": "gelu", "norm": "layer", "norm_bias": False,
-        "norm_eps": number("layer_norm_epsilon", high=1.0, default=1e-5), "qkv_clip": _mpt_clip,
+        "norm_eps": number("layer_norm_epsilon", high=1.0, default=1e-5),
+        "qkv_clip": lambda reader, spec: (
+            _mpt_attention(reader).optional_number("clip_qkv", high=1e6)
+        ),
         "tied_embeddings": flag("tie_word_embeddings", True),
     },
     positions=_positions(2048, "max_seq_len"), scale=_mpt_scale, alibi=_mpt_slopes,
@@ -786,7 +767,7 @@ QWEN3_MOE = QWEN3.derive(
         "moe": moe_rows.experts(softmax_router(), defaults=(128, 8, 768)),
         "mlps": moe_rows.mlps(moe_rows.by_step),
     },
-    names=names.QWEN_MOE, kv_heads=_kv_heads(4), slides=None, has_experts=True,
+    names=names.QWEN_MOE, kv_heads=_kv_heads(4), slides=None,
 )  # fmt: skip
 QWEN2_MOE = QWEN2.derive(
     "qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2MoeModel", models="Qwen1.5-MoE, Qwen2-57B-A14B",
@@ -798,7 +779,7 @@ QWEN2_MOE = QWEN2.derive(
         ),
         "mlps": moe_rows.mlps(moe_rows.by_step),
     },
-    names=names.QWEN_MOE, kv_heads=_kv_heads(16), slides=_qwen2_moe_slides, has_experts=True,
+    names=names.QWEN_MOE, kv_heads=_kv_heads(16), slides=_qwen2_moe_slides,
 )  # fmt: skip
 QWEN3_VL_MOE = QWEN3_MOE.derive(
     "qwen3_vl_moe_text", "Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeModel",
@@ -816,7 +797,7 @@ MIXTRAL = MISTRAL.derive(
             defaults=(8, 2, 14336),
         ),
     },
-    names=names.MIXTRAL, window=window(), rotary=RotaryRules(theta=1e6), has_experts=True,
+    names=names.MIXTRAL, window=window(), rotary=RotaryRules(theta=1e6),
 )  # fmt: skip
 OLMOE = LLAMA.derive(
     "olmoe", "OlmoeForCausalLM", "OlmoeModel", models="OLMoE",
@@ -826,7 +807,7 @@ OLMOE = LLAMA.derive(
             softmax_router(), inner=("intermediate_size",), defaults=(64, 8, 2048)
         ),
     },
-    names=names.QWEN_MOE, positions=_positions(4096), has_experts=True,
+    names=names.QWEN_MOE, positions=_positions(4096),
 )  # fmt: skip
 FLEX_OLMO = OLMO2.derive(
     "flex_olmo", "FlexOlmoForCausalLM", "FlexOlmoModel", models="FlexOlmo",
@@ -837,7 +818,6 @@ FLEX_OLMO = OLMO2.derive(
         ),
     },
     names=names.FLEX_OLMO, positions=_positions(4096), rotary=RotaryRules(theta=500000.0),
-    has_experts=True,
 )  # fmt: skip
 COHERE2_MOE = COHERE2.derive(
     "cohere2_moe", "Cohere2MoeForCausalLM", "Cohere2MoeModel", models="Command A (experts)",
@@ -857,7 +837,6 @@ COHERE2_MOE = COHERE2.derive(
         "mlps": moe_rows.mlps(moe_rows.after_dense(0)),
     },
     names=names.GLM_MOE, head_dim=_head_dim(128), slides=_cohere_slides, rotates=_cohere_rotates,
-    has_experts=True,
 )  # fmt: skip
 _GLM_EXPERTS = shared("moe_intermediate_size", times="n_shared_experts")
 GLM4_MOE = LLAMA.derive(
@@ -872,7 +851,7 @@ GLM4_MOE = LLAMA.derive(
         "mlps": moe_rows.mlps(moe_rows.after_dense(1)),
     },
     names=names.GLM_MOE, kv_heads=_kv_heads(8), positions=_positions(131072),
-    rotary=RotaryRules(partial=0.5), has_experts=True,
+    rotary=RotaryRules(partial=0.5),
 )  # fmt: skip
 SOLAR_OPEN = GLM4_MOE.derive(
     "solar_open", "SolarOpenForCausalLM", "SolarOpenModel", models="Solar Open",
@@ -888,8 +867,8 @@ DOTS1 = GLM4_MOE.derive(
         ),
         "mlps": moe_rows.mlps(moe_rows.after_dense(0)),
     },
-    kv_heads=_kv_heads(32), positions=_positions(2048), window=window(4096), slides=_dots_slides,
-    rotary=RotaryRules(),
+    kv_heads=_kv_heads(32), positions=_positions(2048), window=window(4096),
+    slides=layers_from("max_window_layers", 62), rotary=RotaryRules(),
 )  # fmt: skip
 MINIMAX_M2 = LLAMA.derive(
     "minimax_m2", "MiniMaxM2ForCausalLM", "MiniMaxM2Model", models="MiniMax-M2",
@@ -904,7 +883,7 @@ MINIMAX_M2 = LLAMA.derive(
         ),
     },
     names=names.MIXTRAL, kv_heads=_kv_heads(8), head_dim=_head_dim(128),
-    positions=_positions(196608), rotary=RotaryRules(theta=5e6), has_experts=True,
+    positions=_positions(196608), rotary=RotaryRules(theta=5e6),
 )  # fmt: skip
 ERNIE45_MOE = ERNIE45.derive(
     "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel", models="ERNIE 4.5 21B, 300B",
@@ -917,7 +896,7 @@ ERNIE45_MOE = ERNIE45.derive(
         ),
         "mlps": moe_rows.mlps(moe_rows.by_interval),
     },
-    names=names.ERNIE_MOE, kv_heads=_kv_heads(4), head_dim=_head_dim(), has_experts=True,
+    names=names.ERNIE_MOE, kv_heads=_kv_heads(4), head_dim=_head_dim(),
 )  # fmt: skip
 HUNYUAN_MOE = HUNYUAN.derive(
     "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Model", models="Hunyuan A13B",
@@ -930,7 +909,6 @@ HUNYUAN_MOE = HUNYUAN.derive(
     names=names.with_experts(
         HUNYUAN.names, router="mlp.gate.wg", shared="mlp.shared_mlp"
     ),
-    has_experts=True,
 )  # fmt: skip
 HY_V3 = LLAMA.derive(
     "hy_v3", "HYV3ForCausalLM", "HYV3Model", models="Hunyuan 3",
@@ -947,7 +925,7 @@ HY_V3 = LLAMA.derive(
         shared="mlp.shared_mlp",
     ),
     kv_heads=_kv_heads(8), head_dim=_head_dim(128), positions=_positions(131072),
-    rotary=RotaryRules(theta=11158840.0), has_experts=True,
+    rotary=RotaryRules(theta=11158840.0),
 )  # fmt: skip
 EXAONE_MOE = EXAONE4.derive(
     "exaone_moe", "ExaoneMoeForCausalLM", "ExaoneMoeModel", models="K-EXAONE",
@@ -960,7 +938,6 @@ EXAONE_MOE = EXAONE4.derive(
         "mlps": moe_rows.mlps(moe_rows.after_dense(1)),
     },
     names=names.with_experts(names.LLAMA, correction="mlp.e_score_correction_bias"),
-    has_experts=True,
 )  # fmt: skip
 GRANITE_MOE = GRANITE.derive(
     "granitemoe", "GraniteMoeForCausalLM", "GraniteMoeModel", models="Granite 3 MoE",
@@ -970,7 +947,7 @@ GRANITE_MOE = GRANITE.derive(
             num=("num_local_experts",), inner=("intermediate_size",), defaults=(8, 2, 11008),
         ),
     },
-    names=names.GRANITE_MOE, has_experts=True,
+    names=names.GRANITE_MOE,
 )  # fmt: skip
 GRANITE_MOE_SHARED = GRANITE_MOE.derive(
     "granitemoeshared", "GraniteMoeSharedForCausalLM", "GraniteMoeSharedModel",
@@ -993,25 +970,6 @@ MELLUM = QWEN3_MOE.derive(
     rotary=RotaryRules(theta=500000.0),
 )  # fmt: skip
 
-LAGUNA = LLAMA.derive(
-    "laguna", "LagunaForCausalLM", "LagunaModel", models="Laguna",
-    fields={
-        "mlp_bias": False, "qk_norm": "head",
-        "attn_gate": lambda reader, spec: (
-            "head" if reader.fields.get("gating", True) in (True, "per-head") else "dim"
-        ),
-        "attn_gate_activation": "softplus",
-        "moe": moe_rows.experts(
-            moe_rows.laguna_router, defaults=(256, 8, 512), more=moe_rows.laguna_shared,
-        ),
-        "mlps": moe_rows.mlps(moe_rows.after_dense(1)),
-    },
-    names=names.LAGUNA, layer_q_heads=_laguna_heads, kv_heads=_kv_heads(8), head_dim=_head_dim(128),
-    positions=_positions(131072), window=window(512),
-    slides=lambda reader, spec: lambda layer: False,
-    rotary=RotaryRules(theta=500000.0, scales_local=False, local_theta=10000.0), has_experts=True,
-    refused={"moe_apply_router_weight_on_input": "router weights on the experts' input"},
-)  # fmt: skip
 GPT_OSS = LLAMA.derive(
     "gpt_oss", "GptOssForCausalLM", "GptOssModel", models="gpt-oss",
     fields={
@@ -1028,7 +986,6 @@ GPT_OSS = LLAMA.derive(
     names=names.GPT_OSS.derive({"sinks": "self_attn"}), kv_heads=_kv_heads(8),
     head_dim=_head_dim(64), positions=_positions(131072), window=window(128),
     slides=lambda reader, spec: lambda layer: layer % 2 == 0, rotary=RotaryRules(theta=150000.0),
-    has_experts=True,
 )  # fmt: skip
 LLAMA4 = LLAMA.derive(
     "llama4_text", "Llama4ForConditionalGeneration", "Llama4ForCausalLM", "Llama4TextModel",
@@ -1047,7 +1004,7 @@ LLAMA4 = LLAMA.derive(
     },
     names=names.LLAMA4, kv_heads=_kv_heads(8), head_dim=_head_dim(128), positions=_within_one_chunk,
     slides=lambda reader, spec: lambda layer: False, has_chunks=True,
-    rotary=RotaryRules(theta=500000.0), rotates=_rotates_some, has_experts=True,
+    rotary=RotaryRules(theta=500000.0), rotates=_rotates_some,
 )  # fmt: skip
 AFMOE = LLAMA.derive(
     "afmoe", "AfmoeForCausalLM", "AfmoeModel", models="Trinity",
@@ -1061,12 +1018,30 @@ AFMOE = LLAMA.derive(
             moe_rows.afmoe_router, defaults=(64, 6, 1408),
             more=shared("moe_intermediate_size", times="num_shared_experts", count=2),
         ),
-        "mlps": moe_rows.mlps(moe_rows.after_some_dense),
+        "mlps": moe_rows.mlps(layers_from("num_dense_layers", 1)),
     },
     names=names.AFMOE, head_dim=_head_dim(128), positions=_positions(16384), window=window(1024),
     slides=_all_but_every("global_attn_every_n_layers", 4),
     rotates=lambda reader, spec, kinds: tuple(kind == "sliding_attention" for kind in kinds),
-    has_experts=True,
+)  # fmt: skip
+LAGUNA = LLAMA.derive(
+    "laguna", "LagunaForCausalLM", "LagunaModel", models="Laguna",
+    fields={
+        "mlp_bias": False, "qk_norm": "head",
+        "attn_gate": lambda reader, spec: (
+            "head" if reader.fields.get("gating", True) in (True, "per-head") else "dim"
+        ),
+        "attn_gate_activation": "softplus",
+        "moe": moe_rows.experts(
+            moe_rows.laguna_router, defaults=(256, 8, 512), more=moe_rows.laguna_shared,
+        ),
+        "mlps": moe_rows.mlps(moe_rows.after_dense(1)),
+    },
+    names=names.LAGUNA, layer_q_heads=_laguna_heads, kv_heads=_kv_heads(8), head_dim=_head_dim(128),
+    positions=_positions(131072), window=window(512),
+    slides=lambda reader, spec: lambda layer: False,
+    rotary=RotaryRules(theta=500000.0, scales_local=False, local_theta=10000.0),
+    refused={"moe_apply_router_weight_on_input": "router weights on the experts' input"},
 )  # fmt: skip
 STEP = LLAMA.derive(
     "step3p5", "Step3p5ForCausalLM", "Step3p7FlashForCausalLM", "Step3p7ForConditionalGeneration",
@@ -1089,18 +1064,10 @@ STEP = LLAMA.derive(
     scale=lambda reader, spec, layer: float(
         reader.number("query_pre_attn_scalar", high=1e6, default=spec.head_dim) ** -0.5
     ),
-    window=window(), slides=lambda reader, spec: lambda layer: False, has_experts=True,
+    window=window(), slides=lambda reader, spec: lambda layer: False,
 )  # fmt: skip
 
-ROWS = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, GRANITE, SMOLLM3, OLMO, OLMO2,
-    OLMO3, EXAONE4, COHERE, COHERE2, GLM, GLM4, SEED_OSS, ERNIE45, HUNYUAN, ARCEE, APERTUS,
-    MINISTRAL3, MIMO, QWEN25_VL, QWEN3_VL, OPT, GPT2, GPT_NEOX, BLOOM, STARCODER2, STABLELM,
-    PHI, GPTJ, GPT_BIGCODE, FALCON, MPT, NEMOTRON, QWEN3_MOE, QWEN2_MOE, QWEN3_VL_MOE, MIXTRAL,
-    OLMOE, FLEX_OLMO, COHERE2_MOE, GLM4_MOE, SOLAR_OPEN, DOTS1, MINIMAX_M2, ERNIE45_MOE,
-    HUNYUAN_MOE, HY_V3, EXAONE_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, MELLUM, GPT_OSS, LLAMA4,
-    AFMOE, LAGUNA, STEP,
-)  # fmt: skip
+ROWS: tuple[Row, ...] = tuple(row for row in list(vars().values()) if isinstance(row, Row))
 
 
 def names_of(spec: ModelSpec) -> names.CheckpointNames:

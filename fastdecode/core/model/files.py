@@ -15,11 +15,10 @@ MAX_TOKENIZER_CONFIG_BYTES = 8 << 20
 
 
 def read_model_file(path: Path, max_bytes: int) -> bytes:
-    """A file's content.
+    """Return a file's content.
 
     Raises:
-        CheckpointError: it can't be read, is no regular file, or has more than
-            ``max_bytes``.
+        CheckpointError: If it is no regular file, or has more than ``max_bytes``.
     """
 
     def refuse(why: str) -> CheckpointError:
@@ -29,18 +28,20 @@ def read_model_file(path: Path, max_bytes: int) -> bytes:
 
 
 def read_model_json(path: Path, max_bytes: int = MAX_TOKENIZER_CONFIG_BYTES) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no file, or something else
-    in it.
+    """Return the JSON object in a file. Empty if there is no file, or another value in it.
 
     Raises:
-        CheckpointError: as ``read_model_file``, or it isn't JSON.
+        CheckpointError: If it cannot be read, or is not JSON.
     """
-    if not path.exists():
-        return {}
+    content = parse_json(path, read_model_file(path, max_bytes)) if path.exists() else {}
+    return content if isinstance(content, dict) else {}
+
+
+def parse_json(path: Path, data: bytes) -> Any:
+    """Parse a file's content. Raises: CheckpointError: If it is not JSON."""
     try:
-        content = json.loads(read_model_file(path, max_bytes))
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is not readable JSON ({error}): fetch the file again, or remove it"
+            f"{path} is not valid JSON ({error}). Fetch the file again."
         ) from None
-    return content if isinstance(content, dict) else {}

@@ -24,10 +24,8 @@ def generation_defaults(model: Path, generation_config: str = "auto") -> dict[st
     """Sampling parameters for requests that don't say them, by name.
 
     Args:
-        model: the model directory.
-        generation_config: ``ignore``: none; ``auto``: those of the file. Where
-            it says ``do_sample: false``, what is about sampling doesn't count,
-            as for transformers.
+        generation_config: ``ignore``: none; ``auto``: those of the file. Where it says
+            ``do_sample: false``, what is about sampling doesn't count, as for transformers.
 
     Raises:
         ConfigError: a value there makes no sense.
@@ -62,7 +60,6 @@ def with_defaults(
         defaults: of ``generation_defaults``. Greedy requests take none of them
             but ``max_tokens``: their tokens are the model's own.
         given: for all requests, by the command line.
-        said: by the request itself.
     """
     chosen = {**given, **said}
     if chosen.get("temperature", defaults.get("temperature")) == 0:

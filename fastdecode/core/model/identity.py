@@ -29,8 +29,7 @@ def identify(config: EngineConfig, spec: ModelSpec) -> Identity:
 
     Raises:
         ConfigError: ``max_model_len`` exceeds what kernels count.
-        UnsupportedModelError: the checkpoint is in float64, and no other dtype
-            was asked for.
+        UnsupportedModelError: the checkpoint is in float64, and no other dtype was asked for.
     """
     dtype = spec.choose_dtype(config.s_part.dtype)
     if config.r_part.kv_dtype == "auto":

@@ -18,17 +18,16 @@ def find_model(model: str | Path) -> Path:
     """The directory of a model.
 
     Args:
-        model: a path; or ``org/name``, or ``org/name@revision``, as ``hf
-            download`` puts it in the cache. A directory of that name has
-            precedence.
+        model: a path; or ``org/name``, or ``org/name@revision``, as ``hf download`` puts it in
+            the cache. A directory of that name has precedence.
 
     Returns:
-        The directory. A path that isn't a name of the cache is returned as it
-        is, whether or not it exists.
+        The directory. A path that isn't a name of the cache is returned as it is, whether or not
+        it exists.
 
     Raises:
-        CheckpointError: a name isn't in the cache; says where it was looked
-            for, and how to fetch it.
+        CheckpointError: a name isn't in the cache; says where it was looked for, and how to fetch
+            it.
     """
     name, revision = hub_name(model), str(model).partition("@")[2]
     if name is None:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, TypeVar
 
 from fastdecode.core.errors import UnsupportedModelError
-from fastdecode.core.model.config_reader import ConfigReader
-from fastdecode.core.model.hf_config import MAX_INTERMEDIATE
+from fastdecode.core.model.config_reader import MAX_INTERMEDIATE, ConfigReader
 from fastdecode.core.model.moe import MlpKind, Moe, Router
+from fastdecode.core.model.rows import Read
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.spec import MAX_LAYERS
 
 MAX_EXPERTS = 1 << 14
-
-T = TypeVar("T")
-Read: TypeAlias = Callable[[ConfigReader, ModelSpec], T]
 
 
 def experts(
@@ -133,20 +129,18 @@ def mlps(rule: Read[Callable[[int], bool]]) -> Read[tuple[MlpKind, ...]]:
     return read
 
 
-def after_dense(default: int) -> Read[Callable[[int], bool]]:
-    """All but the first ``first_k_dense_replace`` layers."""
+def layers_from(name: str, default: int) -> Read[Callable[[int], bool]]:
+    """All but as many leading layers as a field says."""
 
     def read(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]:
-        first = reader.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=default)
+        first = reader.integer(name, low=0, high=MAX_LAYERS, default=default)
         return lambda layer: layer >= first
 
     return read
 
 
-def after_some_dense(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]:
-    """All but the first ``num_dense_layers`` layers."""
-    first = reader.integer("num_dense_layers", low=0, high=MAX_LAYERS, default=1)
-    return lambda layer: layer >= first
+def after_dense(default: int) -> Read[Callable[[int], bool]]:
+    return layers_from("first_k_dense_replace", default)
 
 
 def by_step(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]:

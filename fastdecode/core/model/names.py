@@ -1,9 +1,8 @@
-"""What a checkpoint calls its tensors, and how they lie in our modules: data
-only, read by ``sworker.load.weights``.
+"""What a checkpoint calls its tensors, and how they lie in our modules: data only, read by
+``sworker.load.weights``.
 
-A map goes from our module to theirs, weight and bias alike. Several names mean
-that their outputs lie one after the other in our fused module, in the order of
-its ``splits``.
+A map goes from our module to theirs, weight and bias alike. Several names mean that their outputs
+lie one after the other in our fused module, in the order of its ``splits``.
 """
 
 from __future__ import annotations

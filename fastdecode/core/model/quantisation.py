@@ -1,9 +1,8 @@
 """What a checkpoint's config says of quantised weights.
 
-Weights are decoded while they are loaded, from whatever tensors have scales.
-So the config decides little: sizes of blocks that shapes leave open, how GPTQ
-and AWQ pack, and which formats are refused. ``size`` reads from it what a
-weight takes on disk.
+Weights are decoded while they are loaded, from whatever tensors have scales. So the config
+decides little: sizes of blocks that shapes leave open, how GPTQ and AWQ pack, and which formats
+are refused. ``size`` reads from it what a weight takes on disk.
 """
 
 from __future__ import annotations

@@ -91,11 +91,7 @@ REFUSED = (
 def refuse_unknown(
     reader: ConfigReader, supported: Sequence[str]
 ) -> UnsupportedModelError | CheckpointError:
-    """Say what the config's architecture is and why it can't run.
-
-    Args:
-        supported: architectures that can.
-    """
+    """Say what the config's architecture is and why it can't run."""
     architectures = reader.strings("architectures")
     found = architectures[0] if architectures else reader.fields.get("model_type")
     if not found:

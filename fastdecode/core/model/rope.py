@@ -38,21 +38,18 @@ _KNOWN = frozenset((
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """The first ``2 * num_frequencies`` dims of every q and k head turn by
-    ``position * frequency``.
+    """The first ``2 * num_frequencies`` dims of every q and k head turn by ``position *
+    frequency``.
 
-    ``dynamic`` scaling is decided by each token's own position p: it turns as
-    it would in a sequence of exactly p + 1 tokens. So a token's q and k never
-    depend on what else is in the batch, on chunking, or on what comes later.
-    Within the original length this is what every implementation computes, and
-    beyond it what decoding token by token with a cache computes; it differs
-    only for *prompts* longer than the original length, which others turn as a
-    whole.
+    ``dynamic`` scaling is decided by each token's own position p: it turns as it would in a
+    sequence of exactly p + 1 tokens. So a token's q and k never depend on what else is in the
+    batch, on chunking, or on what comes later. Within the original length this is what every
+    implementation computes, and beyond it what decoding token by token with a cache computes; it
+    differs only for *prompts* longer than the original length, which others turn as a whole.
 
-    ``longrope`` has two sets of factors, for texts up to the original length
-    and for longer ones. A cache can't switch midway, so the model's length
-    limit chooses once: long factors only if more than the original length is
-    asked for.
+    ``longrope`` has two sets of factors, for texts up to the original length and for longer ones.
+    A cache can't switch midway, so the model's length limit chooses once: long factors only if
+    more than the original length is asked for.
     """
 
     kind: RopeKind
@@ -85,8 +82,7 @@ class RotaryRules:
     partial: float = 1.0
     """The part of a head that turns."""
     is_phi3: bool = False
-    """Phi-3 keeps its original length beside the scaling, and calls longrope
-    "su" or "yarn"."""
+    """Phi-3 keeps its original length beside the scaling, and calls longrope "su" or "yarn"."""
     keys: tuple[str, ...] = ()
     """Keys of the scaling that this family alone reads: ``alpha`` (``dynamic`` scaling with
     one fixed base), ``llama_4_scaling_beta``, ``mrope_section`` (sections of a head turn by
@@ -106,15 +102,13 @@ def read_rope(
     rules: RotaryRules,
     kind: str = "full_attention",
 ) -> tuple[RopeSpec, int]:
-    """The rotary part of ``config.json``, in the old style (``rope_theta``,
-    ``rope_scaling``) or the new one (``rope_parameters``, which may have an
-    entry for each kind of layer). Where both are, the old one counts.
+    """The rotary part of ``config.json``, in the old style (``rope_theta``, ``rope_scaling``) or
+    the new one (``rope_parameters``, which may have an entry for each kind of layer). Where both
+    are, the old one counts.
 
     Args:
-        head_dim: dims of a head.
         max_positions: ``max_position_embeddings``.
-        max_len: the length limit that was asked for, if any; chooses longrope's
-            factors.
+        max_len: the length limit that was asked for, if any; chooses longrope's factors.
         kind: of the layer, as ``layer_types`` has it.
 
     Returns:

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
 from fastdecode.core.errors import UnsupportedModelError
-from fastdecode.core.model.config_reader import ConfigReader
-from fastdecode.core.model.hf_config import (
+from fastdecode.core.model.config_reader import (
+    EXPERTS,
     MAX_HIDDEN,
     MAX_INTERMEDIATE,
     MAX_VOCAB,
-    read_activation,
-    refuse_features,
+    REFUSED_IF_TRUE,
+    ConfigReader,
+    refuse_feature,
 )
 from fastdecode.core.model.names import CheckpointNames
 from fastdecode.core.model.rope import MAX_POSITIONS, RopeSpec, RotaryRules, read_rope
@@ -32,6 +33,21 @@ then a row's fields in their order."""
 LayerKinds: TypeAlias = tuple[str, ...]
 """Of each layer, as ``layer_types`` has it: full_attention, sliding_attention
 (with a window) or chunked_attention."""
+
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
+}
 
 
 # --- Lookups
@@ -68,7 +84,16 @@ def flag(name: str, default: bool) -> Read[bool]:
 
 
 def activation(*names: str, default: str) -> Read[Activation]:
-    return lambda reader, spec: read_activation(reader, *names, default=default)
+    def read(reader: ConfigReader, spec: ModelSpec) -> Activation:
+        name = reader.string(*names, default=default)
+        if name not in _ACTIVATIONS:
+            raise UnsupportedModelError(
+                f"{reader.where}: the activation {name!r} is not supported. Supported are "
+                f"{', '.join(_ACTIVATIONS)}."
+            )
+        return _ACTIVATIONS[name]
+
+    return read
 
 
 def same_as(name: str) -> Read[Any]:
@@ -137,7 +162,6 @@ class Row:
     rotary: RotaryRules | None = None
     rotates: Callable[[ConfigReader, ModelSpec, LayerKinds], tuple[bool, ...]] | None = None
     """Which layers turn q and k; None: all, if any."""
-    has_experts: bool = False
     newer: Callable[[ConfigReader], ConfigReader] | None = None
     """Gives an older config the fields that newer ones have; None: as it is."""
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -150,14 +174,17 @@ class Row:
         fields: Mapping[str, object] | None = None,
         **changes: Any,
     ) -> Row:
-        """A family that is this one but for these attributes; ``fields`` are
-        added to its own."""
+        """A family that is this one but for these attributes; ``fields`` are added to its own."""
         own = {**self.fields, **(fields or {})}
         return replace(self, family=family, architectures=architectures, fields=own, **changes)
 
     def refuse_features(self, reader: ConfigReader) -> None:
-        """Refuse what the config asks for and we don't implement."""
-        refuse_features(reader, self.refused, has_experts=self.has_experts)
+        """Refuse what the config asks for and is not implemented."""
+        others = {} if "moe" in self.fields else dict.fromkeys(EXPERTS, "a mixture of experts")
+        for name, feature in {**REFUSED_IF_TRUE, **others, **self.refused}.items():
+            value = reader.fields.get(name)
+            if (value and value != 1) or value is True:
+                raise refuse_feature(reader, name, feature)
 
     def read(self, reader: ConfigReader, spec: ModelSpec, max_len: int | None) -> ModelSpec:
         """What the config says.

@@ -1,11 +1,9 @@
-"""A decoder-only language model as numbers and flags, read from a Hugging Face
-``config.json``.
+"""A decoder-only language model as numbers and flags, read from a Hugging Face ``config.json``.
 
-Everything that builds or plans for a model (the S-part's modules, the R-part's
-``AttentionSpec``, the cost model's sizes) starts from one ``ModelSpec``;
-nothing else reads ``config.json``. Which fields a family has, what they are
-called and what they default to is in ``fastdecode.core.model.families``, which
-reads it.
+Everything that builds or plans for a model (the S-part's modules, the R-part's ``AttentionSpec``,
+the cost model's sizes) starts from one ``ModelSpec``; nothing else reads ``config.json``. Which
+fields a family has, what they are called and what they default to is in
+``fastdecode.core.model.families``, which reads it.
 """
 
 from __future__ import annotations

@@ -13,16 +13,15 @@ from fastdecode.core.model.spec import ModelSpec
 def layers_of_stages(
     spec: ModelSpec, num_stages: int, counts: Sequence[int] | None = None
 ) -> tuple[range, ...]:
-    """Each stage's layers. The first stage has embedding and head beside its
-    own, and so fewer where those are large.
+    """Each stage's layers. The first stage has embedding and head beside its own, and so fewer
+    where those are large.
 
     Args:
-        counts: how many layers each has; None: such that the stage with the
-            most weights to read a step has as few as can be.
+        counts: how many layers each has; None: such that the stage with the most weights to read
+            a step has as few as can be.
 
     Raises:
-        ConfigError: there are fewer layers than stages, or ``counts`` don't
-            add up.
+        ConfigError: there are fewer layers than stages, or ``counts`` don't add up.
     """
     if counts is not None:
         return _counted(spec, num_stages, counts)

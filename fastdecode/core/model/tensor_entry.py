@@ -1,11 +1,23 @@
-"""One tensor of a checkpoint: what it is called, and where its bytes are."""
+"""One tensor of a checkpoint: what it is called, where its bytes are, and how quantised ones
+are stored.
+
+One formula decodes every format::
+
+    weight[r, c] = (value(code[r, c]) - zero[block]) · scale[block]
+
+A row of ``FORMATS`` says which tensors a weight is stored in, how its codes are
+packed, and what a code's value is. Block sizes follow from shapes.
+
+Sources: OCP Microscaling Formats 1.0 (e2m1, e4m3, e8m0); the layouts of
+transformers, modelopt and compressed-tensors; AutoAWQ's ``WQLinear_GEMM`` and
+AutoGPTQ's ``QuantLinear``.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-
-from fastdecode.core.model.weight_formats import Format
+from typing import Literal, TypeAlias
 
 ITEM_BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64,
@@ -14,6 +26,74 @@ ITEM_BITS = {
     "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
 }  # fmt: skip
 """Bits of an item of each dtype that safetensors names."""
+
+Values: TypeAlias = Literal["e4m3", "e2m1", "integer"]
+"""What a code means: an 8-bit float of 4 exponent bits, a 4-bit float of 2, or a whole number."""
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Position in its word of the i-th of 8 values."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way of storing a quantised matrix."""
+
+    name: str
+    codes: str
+    """Suffix of the tensor with the codes."""
+    weight: str
+    """Suffix of the decoded tensor."""
+    scales: tuple[str, ...]
+    """Suffixes that the tensor with the scales may have."""
+    dtype: str
+    """Of the codes."""
+    values: Values
+    factor: str | None = None
+    """Suffix of one number that scales are multiplied with."""
+    divisor: str | None = None
+    """Suffix of one number that scales are divided by."""
+    zeros: str | None = None
+    """Suffix of the zero points."""
+    needs_zeros: bool = False
+    group_index: str | None = None
+    """Suffix of the tensor that names each input's scale; it may be missing."""
+    inputs_first: bool = False
+    """Codes and scales are [inputs, outputs]."""
+    packed_rows: bool = False
+    """A word holds codes of one column, not of one row."""
+    flat_groups: bool = True
+    """False: codes are [outputs, groups, bytes of a group], of which [inputs,
+    outputs] is to be decoded."""
+
+
+FORMATS = (
+    Format("NVFP4", ".weight", ".weight", (".weight_scale",), "U8", "e2m1",
+           factor=".weight_scale_2"),
+    Format("FP8", "", "", ("_scale_inv", "_scale"), "F8_E4M3", "e4m3"),
+    Format("INT8", ".weight", ".weight", (".weight_scale",), "I8", "integer",
+           zeros=".weight_zero_point"),
+    Format("MXFP4", "_blocks", "", ("_scales",), "U8", "e2m1", flat_groups=False),
+    Format("FP4", ".weight_packed", ".weight", (".weight_scale",), "U8", "e2m1",
+           divisor=".weight_global_scale"),
+    Format("INT4", ".weight_packed", ".weight", (".weight_scale",), "I32", "integer",
+           zeros=".weight_zero_point", group_index=".weight_g_idx"),
+    Format("AWQ", ".qweight", ".weight", (".scales",), "I32", "integer",
+           zeros=".qzeros", needs_zeros=True, inputs_first=True),
+    Format("GPTQ", ".qweight", ".weight", (".scales",), "I32", "integer",
+           zeros=".qzeros", needs_zeros=True, group_index=".g_idx", inputs_first=True,
+           packed_rows=True),
+)  # fmt: skip
+
+UNUSED = (
+    "input_scale", "input_zero_point", "input_global_scale", "output_scale", "activation_scale",
+    "activation_scale_ub", "input_scale_ub", "k_scale", "v_scale", "q_scale", "kv_scale",
+    "kv_cache_scale", "k_zero_point", "v_zero_point", "q_zero_point", "output_zero_point",
+    "k_global_scale", "v_global_scale", "q_global_scale", "input_amax", "output_amax",
+    "weight_amax", "k_amax", "v_amax", "prob_scale", "prob_output_scale", "prob_zero_point",
+    "weight_shape",
+)  # fmt: skip
+"""Last parts of names of tensors that concern quantised activations or a
+quantised KV cache, which a decoded model hasn't."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +112,7 @@ class TensorEntry:
     num_bytes: int
     """On disk, scales and zero points included."""
     encoding: Encoding | None = None
-    """How it is encoded; None: it lies on disk as it is."""
+    """How it is encoded. None if it lies on disk as it is."""
 
     @property
     def files(self) -> set[Path]:

@@ -11,13 +11,12 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 from fastdecode.core.errors import CheckpointError, ConfigError
 from fastdecode.core.files import write_json
-from fastdecode.core.host.user_cache import user_cache
 from fastdecode.core.model.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -27,9 +26,8 @@ _MOST_KNOWN_BYTES: Final = 1 << 16
 
 
 def weights_hash(checkpoint: Checkpoint, known: Path | None = None) -> str:
-    """Of all files with tensors, 64 hexadecimal digits. Reading a large model
-    takes a while, so what was found is kept, for as long as nobody writes the
-    files.
+    """Of all files with tensors, 64 hexadecimal digits. Reading a large model takes a while, so
+    what was found is kept, for as long as nobody writes the files.
 
     Args:
         known: directory where that is kept; None: the user's cache.
@@ -88,3 +86,17 @@ def _remember(place: Path, stamp: str, found: str) -> None:
         write_json(place, {"files": stamp, "hash": found}, "weights")
     except (OSError, ConfigError) as error:
         logger.info("the weights' hash isn't kept: %s", error)
+
+
+def user_cache(kind: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the directory where what takes long to make is kept for this user.
+
+    Without a home directory, as in a container whose user has no passwd entry, it is one where
+    nothing can be made or read, so that every use fails with an OSError.
+    """
+    base: str | Path | None = environ.get("XDG_CACHE_HOME")
+    try:
+        base = base or Path.home() / ".cache"
+    except RuntimeError:
+        base = Path(os.devnull) / "no home directory"
+    return Path(base) / "fastdecode" / kind

@@ -22,7 +22,7 @@ from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.model.identity import Identity, identify
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.resuming import Session
-from fastdecode.core.trace import NoTrace, Trace
+from fastdecode.core.trace import Trace
 from fastdecode.engine.instances.client import EngineClient
 from fastdecode.engine.instances.registry import (
     FromInstance,
@@ -75,7 +75,7 @@ def make_service(
     if config.instances.instances:
         if config.instances.replan_slo is not None:
             slo_of(config.instances.replan_slo)
-        if not isinstance(trace, (NoTrace, type(None))):
+        if trace is not None:
             raise ConfigError(Given("trace"), " is of one engine: leave out the instances")
         inbox = Inbox()
         return EngineService(partial(RunningCluster, config, progress, inbox), inbox=inbox)

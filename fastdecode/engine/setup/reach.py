@@ -29,8 +29,8 @@ from fastdecode.engine.setup.workers import (
     reach_threads,
     with_spares,
 )
-from fastdecode.engine.step.attention import Attention
 from fastdecode.engine.step.device import DeviceAttention, DeviceWorker, whole_steps
+from fastdecode.engine.step.lane_step import Attention
 from fastdecode.engine.step.mixed_step import DEVICE_LANE, DeviceLane, MixedAttention
 from fastdecode.engine.step.prompts import DevicePrefill
 from fastdecode.engine.step.reached_device import ReachedDevice

@@ -23,8 +23,7 @@ from sworker.dtypes import torch_dtype
 from sworker.graphs import StepGraphs
 from sworker.kernels.fused import call_layers, fuse
 from sworker.kernels.packing import pack, widen
-from sworker.kernels.spinning import IdleThreads, watch_idle_threads
-from sworker.kernels.threads import openmp_library
+from sworker.kernels.threads import IdleThreads, openmp_library, watch_idle_threads
 from sworker.load.weights import load_model
 from sworker.model.skeleton import Model
 from sworker.ranks.group import Ranks

@@ -29,7 +29,7 @@ from fastdecode.schedule.cache.retention import Retention
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.hybrid.control import MAX_LANES as MAX_HYBRID_LANES
 from fastdecode.schedule.hybrid.control import HybridOptions
-from fastdecode.schedule.hybrid.inputs import Guess
+from fastdecode.schedule.hybrid.forecast import Guess
 from fastdecode.schedule.lanes import MAX_AUTO_LANES, LaneControl
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions

@@ -19,9 +19,8 @@ from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.stages.first_stage import columns_of
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.relay import Relay
-from fastdecode.engine.step.attention import Attention
 from fastdecode.engine.step.batch import StepBatch
-from fastdecode.engine.step.lane_step import LaneStep
+from fastdecode.engine.step.lane_step import Attention, LaneStep
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.wire.messages import MAX_ID, Activations, Shutdown
 from fastdecode.wire.stages import FIRST_STAGE, GreetColumn, StageDone, StagePass

@@ -54,7 +54,7 @@ from fastdecode.core.spec import first_seen
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import BeginStep
 from fastdecode.wire.stages import ASKS, CLOSED_FIELDS, DRAWS, StagePass
-from sworker.feed import Feed
+from sworker.buffers import Feed
 
 # Kinds of row, in the order in which they stand in a span.
 DECODE, WITH_PAST, LATER, FIRST = range(4)

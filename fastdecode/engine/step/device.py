@@ -1,14 +1,13 @@
-"""KV on the S-worker's own device (``--kv-placement gpu``, ``swap``): an R-worker whose
-cache is on that device, and attention in that cache.
+"""KV on the S-worker's own device (``--kv-placement gpu``, ``swap``): an R-worker whose cache is
+on that device, and attention in that cache.
 
-The R-worker decides as all do (``rworker.state``), and works at once, in the sender's
-thread; its executor has the cache (``torch_executor``). The S-worker attends in that
-cache: no message carries q, k and v. It cannot attend while the S-part computes, so
-one lane is enough.
+The R-worker decides as all do (``rworker.state``), and works at once, in the sender's thread; its
+executor has the cache (``torch_executor``). The S-worker attends in that cache: no message
+carries q, k and v. It cannot attend while the S-part computes, so one lane is enough.
 
-A device may fail where it makes room for a step, or attends a layer: it is out of memory,
-or refuses a kernel. Where its caches have replicas the step continues without its rows, as
-every step does whose R-worker is lost, and later steps at the R-workers that take over.
+A device may fail where it makes room for a step, or attends a layer: it is out of memory, or
+refuses a kernel. Where its caches have replicas the step continues without its rows, as every
+step does whose R-worker is lost, and later steps at the R-workers that take over.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -27,11 +25,11 @@ from torch import Tensor
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.fleet.groups import HolderPool
-from fastdecode.engine.step.attention import Begun, StepRecord
 from fastdecode.engine.step.batch import StepBatch
+from fastdecode.engine.step.lane_step import Begun, StepRecord
 from fastdecode.engine.step.remote import AttentionPlan
 from fastdecode.engine.step.swapped import SwappedLanes
-from fastdecode.engine.step.torch_executor import TorchExecutor
+from fastdecode.engine.step.torch_executor import AttendPaged, TorchExecutor
 from fastdecode.wire.messages import BeginStep
 from fastdecode.wire.transport import closed_error
 from rworker.blocks.appending import Appended
@@ -52,7 +50,6 @@ class DeviceWorker(InlineConnection):
     thread, and decides as every R-worker does; the S-worker attends in its cache.
 
     Args:
-        executor: has the cache.
         kv_bytes: memory for K and V; as many blocks as fit are offered.
         name: For people. By default it is made of its device.
     """
@@ -92,37 +89,32 @@ class DeviceWorker(InlineConnection):
         for holder in memories:
             memories[holder] = s_worker.keep_on_host(memories[holder])
 
-    def begin_step(self, begin: BeginStep) -> BegunStep:
-        """Make room for a step's tokens, and say where they go. Rows stand in
-        the order of ``begin``'s sequences: decoded ones, later chunks, first
-        chunks."""
+    def begin_step(self, begin: BeginStep) -> tuple[StepTables, CacheState, AttendPaged]:
+        """Make room for a step's tokens.
+
+        Returns:
+            Where they go, by rows in the order of ``begin``'s sequences (decoded ones, later
+            chunks, first chunks); the cache's books; and what attends in the cache.
+        """
         self.work()
         if not self.is_open:
             raise closed_error(self.peer, by_peer=True)
         own = self._state.cache_of(WORKER, begin.holder)
         store = own.books.store
         appended = own.books.begin_step(begin)
-        self._executor.begin_step(own.holder, begin, appended, store)
-        tables = _tables(begin, appended, store)
-        return BegunStep(tables, own.books, self._executor.caches[own.holder])
+        attend = self._executor.begin_step(own.holder, begin, appended, store)
+        return _tables(begin, appended, store), own.books, attend
 
     def end_step(self, begin: BeginStep) -> None:
         """All layers of a step are done, or queued on the device."""
-        self._state.cache_of(WORKER, begin.holder).books.steps.finish(begin.lane, begin.step)
+        own = self._state.cache_of(WORKER, begin.holder)
+        self._executor.end_step(own.holder)
+        own.books.steps.finish(begin.lane, begin.step)
 
     def fail(self) -> None:
         """The device has failed: its caches are gone, and their memory is free."""
         self.close()
         self._executor.drop_all()
-
-
-@dataclass(frozen=True, eq=False)
-class BegunStep:
-    """A step for which a ``DeviceWorker`` has made room."""
-
-    tables: StepTables
-    books: CacheState
-    cache: PagedKV
 
 
 def _tables(begin: BeginStep, appended: Appended, store: KVStore) -> StepTables:
@@ -162,11 +154,9 @@ class DeviceStep:
     """A step's rows whose KV is on the device.
 
     Args:
-        worker: Has the KV.
         batch: The step, of these rows alone.
         record: Gets times, and the holder if it is lost.
         fail: Called with what the device raises when it attends.
-        swap: Brings the lane's KV, which layers wait for. None if nothing is swapped.
     """
 
     def __init__(
@@ -175,29 +165,19 @@ class DeviceStep:
         batch: StepBatch,
         record: StepRecord,
         fail: Callable[[Exception], object],
-        swap: SwappedLanes | None = None,
     ) -> None:
         (self.span,) = batch.spans
-        self._worker, self._batch, self._record = worker, batch, record
-        self._fail, self._swap = fail, swap
-        begun = worker.begin_step(self.span.begin)
-        self._tables, self._books, self._cache = begun.tables, begun.books, begun.cache
+        self._worker, self._batch, self._record, self._fail = worker, batch, record, fail
+        self._tables, self._books, self._attend = worker.begin_step(self.span.begin)
         self.paged = self._tables.upload(worker.device, worker.gpu)
 
     @torch.inference_mode()
     def run(self, s_worker: SWorker, whole: WholeSteps | None) -> Pass:
         """Run all layers. ``whole``: runs decode steps as one graph."""
         feed, inputs = self._batch.feed, self.inputs
-        if self._swap is None:
-            run = partial(run_step, s_worker, whole, inputs, self.paged, self.attend, feed)
-            forward = s_worker.run_through(run, inputs)
-        else:
-            with s_worker.together():
-                forward = s_worker.begin_here(inputs, feed).run(self.attend)
-            forward.is_over = True
+        run = partial(run_step, s_worker, whole, inputs, self.paged, self.attend, feed)
+        forward = s_worker.run_through(run, inputs)
         if self.span.holder not in self._record.lost:
-            if self._swap is not None:
-                self._swap.end_step(self.span.holder)
             self._worker.end_step(self.span.begin)
         return forward
 
@@ -224,15 +204,13 @@ class DeviceStep:
             return torch.zeros_like(q)
         started = time.perf_counter()
         try:
-            if self._swap is not None:
-                self._swap.kv.wait(layer)
-            o = self._cache.attend(layer, q, k, v, self.paged, place)
+            o = self._attend(layer, q, k, v, self.paged, place)
         except Exception as error:
             self._fail(error)
             record.lost.add(holder)
             return torch.zeros_like(q)
         # On a GPU nothing waits for the end of a layer to take its time.
-        if self._cache.pool.device.type == "cpu":
+        if q.device.type == "cpu":
             seconds = time.perf_counter() - started
             record.r_s[holder] += seconds
             record.in_s_part_s += seconds
@@ -244,7 +222,6 @@ class DeviceAttention:
 
     Args:
         workers: The caches, by their holders.
-        device: What each holder is.
         s_worker: Its decode steps are captured now, as a whole, if it captures graphs.
         swap: Brings lanes' caches. None if all are on the device.
     """
@@ -284,15 +261,14 @@ class DeviceAttention:
                 return self.plan.begin(batch, s_worker)
         record, worker = StepRecord(batch.spans), self._workers[batch.spans[0].holder]
         try:
-            step = DeviceStep(worker, batch, record, self._fail, self.swap)
+            step = DeviceStep(worker, batch, record, self._fail)
         except Exception as error:
             plan = self._fail(error)
             return plan.begin(batch, s_worker)
         return record, Begun(forward=step.run(s_worker, self.whole))
 
     def _fail(self, error: Exception) -> AttentionPlan:
-        """Give up all caches of the device, which has failed. Return the plan of
-        later steps.
+        """Give up all caches of the device, which has failed. Return the plan of later steps.
 
         Raises:
             Exception: ``error``, if it is a mistake, or there are no replicas.

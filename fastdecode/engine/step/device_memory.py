@@ -34,9 +34,8 @@ _CELL = 8  # elements of int4 that share 4 bytes in a stored row
 
 
 class DeviceMemory:
-    """See ``rworker.tiers.mover.CacheMemory``. A block of a layer is its K and V, and
-    behind them their scales, if there are any. Call its methods of blocks in threads that
-    nobody waits for.
+    """See ``rworker.tiers.mover.CacheMemory``. A block of a layer is its K and V, and behind them
+    their scales, if there are any. Call its methods of blocks in threads that nobody waits for.
 
     Args:
         cache: on the device, or what such a cache has in the host's memory.
@@ -51,17 +50,14 @@ class DeviceMemory:
         self._buffers = BufferPool()
 
     def read(self, block: int, into: Bytes) -> None:
-        """See ``CacheMemory``."""
         for rows, there in self._both(block, range(self.num_layers), into):
             there[:] = rows.contiguous().cpu().view(torch.uint8).reshape(len(there), -1).numpy()
 
     def write(self, layers: range, block: int, data: Bytes) -> None:
-        """See ``CacheMemory``."""
         for rows, came in self._both(block, layers, data):
             rows.copy_(torch.from_numpy(came.copy()).view(rows.dtype).view(rows.shape))
 
     def clear(self, block: int) -> None:
-        """See ``CacheMemory``."""
         for part in self._parts:
             self._rows(part, block).zero_()
 
@@ -69,7 +65,6 @@ class DeviceMemory:
         """A chunk's data, uint8 [B]. It holds for as long as it is referred to.
 
         Args:
-            request: fits the cache.
             places: where that is, as ``PlaceChunk`` has it.
         """
         cache, (layers, heads) = self._stored(), sides_of(request)
@@ -86,7 +81,6 @@ class DeviceMemory:
         """Write a chunk.
 
         Args:
-            chunk: fits the cache.
             places: where it goes, as ``PlaceChunk`` has it.
         """
         cache, (layers, heads) = self._stored(), sides_of(chunk)

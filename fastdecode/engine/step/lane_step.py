@@ -1,28 +1,62 @@
-"""A lane's step: what is in flight of it, and what it took."""
+"""A lane's step: parts that each attend some of its rows, what is in flight, and what it took."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastdecode.core.holders import HolderId
+from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.trace import Trace
-from fastdecode.engine.step.attention import Begun, Outgoing, StepRecord
-from fastdecode.engine.step.batch import StepBatch
+from fastdecode.engine.step.batch import HolderSpan, StepBatch
 from fastdecode.schedule.lanes import LaneChoice
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
 from fastdecode.wire.stages import StageDone
-from sworker.worker import Pass
+from sworker.worker import Pass, SWorker
+
+if TYPE_CHECKING:
+    from fastdecode.engine.fleet.groups import HolderPool
+    from fastdecode.engine.step.remote import RemotePart
+
+
+class StepRecord:
+    """What the parts of one step note: times, and which holders were lost.
+
+    Args:
+        spans: The step's rows as holders see them.
+    """
+
+    def __init__(self, spans: Iterable[HolderSpan]) -> None:
+        self.spans = tuple(spans)
+        self.r_s: dict[HolderId, float] = {span.holder: 0.0 for span in self.spans}
+        """Seconds that each holder has computed."""
+        self.gpu_s: dict[HolderId, Callable[[], float]] = {}
+        """Seconds that a GPU has attended for a holder, beyond ``r_s``."""
+        self.in_s_part_s = 0.0
+        """Seconds of ``r_s`` in which the S-worker's own thread computed."""
+        self.round_trip_s = math.inf
+        """The shortest way of a layer to an R-worker and back, without its compute."""
+        self.sent_s: list[float] = []
+        """When q, k and v of each layer were sent, on ``time.perf_counter``."""
+        self.lost: set[HolderId] = set()
+        """Holders that were lost before the step was over."""
+
+    @property
+    def r_compute_s(self) -> dict[HolderId, float]:
+        """Seconds that each holder has attended, on a GPU too."""
+        on_gpu_s = {holder: seconds() for holder, seconds in self.gpu_s.items()}
+        return {holder: s + on_gpu_s.get(holder, 0.0) for holder, s in self.r_s.items()}
 
 
 class HostCopy(Protocol):
-    """Tokens on their way to the host."""
+    """What is on its way to the host."""
 
     @property
     def done(self) -> bool:
@@ -30,6 +64,60 @@ class HostCopy(Protocol):
 
     def wait(self) -> None:
         """Wait until they are."""
+
+
+class Outgoing(HostCopy, Protocol):
+    """A layer's q, k and v on their way to the host, to be sent from there."""
+
+    def send(self) -> None:
+        """Send them to R-workers. Call once, in the order of layers."""
+
+
+class AttentionPart(Protocol):
+    """Attends some rows of one step."""
+
+    def scatter(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None
+    ) -> Outgoing | None:
+        """Take a layer's q [T, Hq, D], k and v [T, Hkv, D] of all rows.
+
+        Args:
+            place: Where o [T, Hq, D] may be put, the same in every layer.
+
+        Returns:
+            What is to be sent once it is on the host. None if nothing is.
+        """
+
+    def ready(self) -> bool:
+        """Return True if ``take`` may be called."""
+
+    def take(self, o: Tensor | None) -> Tensor:
+        """Write this part's rows into the layer's o [T, Hq, D]. The first part gets None, and
+        gives o."""
+
+
+class Begun(NamedTuple):
+    """A step for which holders have made room."""
+
+    parts: tuple[AttentionPart, ...] = ()
+    forward: Pass | None = None
+    """Runs the step, or slices of it, without ``scatter``. None if the caller begins it."""
+    remote: RemotePart | None = None
+    """The part that R-workers answer."""
+
+
+class Attention(Protocol):
+    """Begins steps where KV is: on R-workers, on the S-worker's device, or on both."""
+
+    @property
+    def fleet(self) -> HolderPool: ...
+
+    @property
+    def holders(self) -> Seq[Holder]:
+        """What they are, by their ids."""
+
+    def begin(self, batch: StepBatch, s_worker: SWorker) -> tuple[StepRecord, Begun]:
+        """Begin a step: make room for its tokens where their K and V will be."""
 
 
 class StageForward(Protocol):
@@ -47,8 +135,7 @@ class StageForward(Protocol):
         """Send what is here, or take in what has come back.
 
         Returns:
-            The step's logits [R, vocab], once there are any. At stages behind the first
-            R is 0.
+            The step's logits [R, vocab], once there are any. At stages behind the first R is 0.
         """
 
     def deliver(self, done: StageDone) -> None:

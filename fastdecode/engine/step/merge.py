@@ -1,9 +1,8 @@
 """The rows of a step that several attend: o is merged by log-sum-exp.
 
-Each holder of a closed part says what its keys give, o and their log-sum-exp. Once all
-have answered, the closed parts are merged into what the growing part has given,
-part by part from the first on: so a token depends neither on who answered first
-nor on which holder has which part.
+Each holder of a closed part says what its keys give, o and their log-sum-exp. Once all have
+answered, the closed parts are merged into what the growing part has given, part by part from the
+first on: so a token depends neither on who answered first nor on which holder has which part.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from fastdecode.engine.step.batch import HolderSpan, LocalSpan, StepBatch
 from fastdecode.wire.messages import AttendResult
 from sworker.buffers import as_tensor, to_device
 from sworker.device import Gpu
-from sworker.prefill import merge_attention
-from sworker.sinks import add_sinks
+from sworker.prefill import add_sinks, merge_attention
 
 
 class Merge:
@@ -28,7 +26,6 @@ class Merge:
 
     Args:
         batch: A step with closed parts, later chunks or sinks.
-        device: Where o is.
         gpu: Its driver, in place of the one that torch has.
         sinks: See ``AttentionPlan``.
     """

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.engine.fleet.groups import HolderPool
-from fastdecode.engine.step.attention import Begun, StepRecord
 from fastdecode.engine.step.batch import HolderSpan, StepBatch
 from fastdecode.engine.step.device import DeviceStep, DeviceWorker
+from fastdecode.engine.step.lane_step import Begun, StepRecord
 from fastdecode.engine.step.remote import AttentionPlan, RemotePart
 from sworker.device import Event, Gpu, gpu_of
 from sworker.whole import SlicedPass, WholeSteps
@@ -43,14 +43,13 @@ _KEPT = 0.8  # weight of earlier times when attention is timed again
 class DeviceLane:
     """How decode steps of the home lane run: what is known from one to the next.
 
-    While no sequence is away they run as with all KV on the device, as one graph.
-    While some are, slice by slice, so that lanes that are away come between. Now
-    and then one runs layer by layer, which times its attention: within a graph
-    it cannot be timed.
+    While no sequence is away they run as with all KV on the device, as one graph. While some are,
+    slice by slice, so that lanes that are away come between. Now and then one runs layer by
+    layer, which times its attention: within a graph it cannot be timed.
 
     Args:
-        whole: Runs them in fixed memory. None if there are no kernels for it, or
-            no graphs, and all steps run layer by layer.
+        whole: Runs them in fixed memory. None if there are no kernels for it, or no graphs, and
+            all steps run layer by layer.
     """
 
     def __init__(self, whole: WholeSteps | None = None) -> None:
@@ -138,15 +137,13 @@ class MixedAttention:
         away = [x for x in batch.spans if x not in own]
         if not away:
             return self._begin_at_home(batch, s_worker)
-        record, begun = self.plan.begin(_only(batch, away) if own else batch, s_worker)
+        record, begun = self.plan.begin(_only(batch, away) if own else batch, s_worker, own)
         assert begun.remote is not None
         self.home.goes_away(begun.remote)
         if not own:
             return record, begun
-        both = StepRecord((*record.spans, *own))
-        begun.remote.record = both
-        part = self._part(_only(batch, own), both, StepMode.LAYERED, own[0].rows)
-        return both, begun._replace(parts=(*begun.parts, part))
+        part = self._part(_only(batch, own), record, StepMode.LAYERED, own[0].rows)
+        return record, begun._replace(parts=(*begun.parts, part))
 
     def _begin_at_home(self, batch: StepBatch, s_worker: SWorker) -> tuple[StepRecord, Begun]:
         record, mode = StepRecord(batch.spans), self.home.next_way()

@@ -28,10 +28,9 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import Holder, HolderId
-from fastdecode.core.trace import NoTrace, Trace
-from fastdecode.engine.step.attention import Attention, Outgoing
+from fastdecode.core.trace import Trace
 from fastdecode.engine.step.batch import StepBatch
-from fastdecode.engine.step.lane_step import HostCopy, LaneStep, StageForward
+from fastdecode.engine.step.lane_step import Attention, HostCopy, LaneStep, Outgoing, StageForward
 from fastdecode.wire.blocks import TakenOver
 from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Welcome
 from fastdecode.wire.stages import StageDone
@@ -75,8 +74,7 @@ class Pipeline:
         trace: Trace | None = None,
         onward: NextStage | None = None,
     ) -> None:
-        self._trace = None if isinstance(trace, NoTrace) else trace
-        self._onward = onward
+        self._trace, self._onward = trace, onward
         self._s_worker, self._attention = s_worker, attention
         self._fleet = attention.fleet
         self.holders: Final[Seq[Holder]] = attention.holders

@@ -88,7 +88,6 @@ class PromptPart:
 
     Args:
         local: Rows that it attends as they are.
-        remote: Gathers o.
         merge: Merges these rows with what R-workers say of them, and with sinks.
         held: Rows that the device attends in a cache of its own.
     """

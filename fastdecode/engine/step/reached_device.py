@@ -1,11 +1,10 @@
-"""The KV cache on the S-worker's device as an R-worker that others reach: it exports
-prompts, fetches what other engines' R-workers export, and takes K and V of prompts that
-other stages run.
+"""The KV cache on the S-worker's device as an R-worker that others reach: it exports prompts,
+fetches what other engines' R-workers export, and takes K and V of prompts that other stages run.
 
-The S-worker still works in its own thread (``fastdecode.engine.step.device``). A second
-thread does what happens behind compute: it answers readers and writes what is fetched.
-Both hold one lock while they touch the R-worker's state; attention needs none, since
-readers and fetches never touch slots of sequences that a step has.
+The S-worker still works in its own thread (``fastdecode.engine.step.device``). A second thread
+does what happens behind compute: it answers readers and writes what is fetched. Both hold one
+lock while they touch the R-worker's state; attention needs none, since readers and fetches never
+touch slots of sequences that a step has.
 """
 
 from __future__ import annotations
@@ -19,17 +18,19 @@ from dataclasses import dataclass
 from typing import Final
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.engine.step.device import BegunStep, DeviceWorker
-from fastdecode.engine.step.torch_executor import TorchExecutor
+from fastdecode.engine.step.device import DeviceWorker
+from fastdecode.engine.step.torch_executor import AttendPaged, TorchExecutor
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import BeginStep, Failed, FromRWorker, Inspect, ToRWorker
 from fastdecode.wire.transport import CLOSED, TIMEOUT, PeerLostError, timeout_error
+from rworker.cache_state import CacheState
 from rworker.inline import WORKER
 from rworker.instructions import EndStep, HangUp, Instruction
 from rworker.tiers.tiers import POLL_S
 from rworker.transfers.background_transfers import BackgroundTransfers, TransferNews
 from rworker.transfers.neighbours import Neighbourhood
 from rworker.worker import Peer, RWorker, last_words
+from sworker.step_tables import StepTables
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,6 @@ class _Peers:
 
     @property
     def connections(self) -> Sequence[Peer]:
-        """See ``rworker.worker.Peers``."""
         return (self.s_worker, *self.hub.connections[1:])
 
 
@@ -57,7 +57,6 @@ class ReachedDevice(DeviceWorker):
     Args:
         executor, kv_bytes: see ``DeviceWorker``.
         name: by which others reach it.
-        neighbours: the others.
         peer: see ``DeviceWorker``.
 
     Raises:
@@ -88,8 +87,7 @@ class ReachedDevice(DeviceWorker):
         self._thread = threading.Thread(target=self._serve, name=f"rworker-{name}", daemon=True)
         self._thread.start()
 
-    def begin_step(self, begin: BeginStep) -> BegunStep:
-        """See ``DeviceWorker``."""
+    def begin_step(self, begin: BeginStep) -> tuple[StepTables, CacheState, AttendPaged]:
         with self._changed:
             return super().begin_step(begin)
 
@@ -109,12 +107,10 @@ class ReachedDevice(DeviceWorker):
         self.work()
 
     def work(self) -> None:
-        """See ``InlineConnection``."""
         with self._changed:
             super().work()
 
     def poll(self) -> FromRWorker | None:
-        """See ``InlineConnection``."""
         with self._changed:
             return super().poll()
 

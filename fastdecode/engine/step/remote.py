@@ -24,8 +24,8 @@ from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.spec import AttentionSpec
 from fastdecode.engine.fleet.groups import HolderPool
-from fastdecode.engine.step.attention import Begun, StepRecord
 from fastdecode.engine.step.batch import HolderSpan, StepBatch
+from fastdecode.engine.step.lane_step import Begun, StepRecord
 from fastdecode.engine.step.merge import Merge
 from fastdecode.engine.step.prompts import DevicePrefill, PromptPart
 from fastdecode.wire.messages import Attend, AttendResult
@@ -57,27 +57,29 @@ class AttentionPlan:
     """Most that q, k and v of a layer take."""
     _staging: dict[int, Staging] = field(default_factory=dict)  # by lane
     sinks: Seq[Tensor] | None = None
-    """Attention sinks of each layer, float32 [Hq]. See ``sworker.sinks``."""
+    """Attention sinks of each layer, float32 [Hq]. See ``sworker.prefill``."""
     prompts: DevicePrefill | None = None
     """Keeps prompts on the device until they are done. None if R-workers attend what they
     hold of them."""
 
-    def begin(self, batch: StepBatch, s_worker: SWorker) -> tuple[StepRecord, Begun]:
-        """Begin a step. See ``Attention``."""
+    def begin(
+        self, batch: StepBatch, s_worker: SWorker, beside: Seq[HolderSpan] = ()
+    ) -> tuple[StepRecord, Begun]:
+        """Begin a step. ``beside``: spans that are attended elsewhere, for its record."""
         if not batch.local and not batch.closed and self.sinks is None:
-            record = StepRecord(batch.spans)
+            record = StepRecord((*batch.spans, *beside))
             remote = RemotePart(self, batch, record)
             return record, Begun((remote,), remote=remote)
-        return self._begin_shared(batch)
+        return self._begin_shared(batch, beside)
 
-    def _begin_shared(self, batch: StepBatch) -> tuple[StepRecord, Begun]:
+    def _begin_shared(self, batch: StepBatch, beside: Seq[HolderSpan]) -> tuple[StepRecord, Begun]:
         """Begin a step some rows of which others attend, too, or alone."""
         held = None if self.prompts is None else self.prompts.begin(batch)
         batch = batch if held is None else held.batch
         if self.sinks is not None:
             spans = [replace(x, begin=structs.replace(x.begin, want_lse=True)) for x in batch.spans]
             batch = replace(batch, spans=tuple(spans))
-        record, merge = StepRecord(batch.spans), None
+        record, merge = StepRecord((*batch.spans, *beside)), None
         if batch.closed or self.sinks is not None or any(local.merge for local in batch.local):
             merge = Merge(batch, self.device, self.gpu, self.sinks)
         remote = RemotePart(self, batch, record, merge)
@@ -136,6 +138,7 @@ class RemotePart:
         merge: Merge | None = None,
     ) -> None:
         self._plan, self.record, self._merge = plan, record, merge
+        self._own = batch.spans  # a mixed step's record has others, too
         self._spans = {span.holder: span for span in batch.spans}
         self._num_queries = {span.holder: span.num_queries for span in batch.spans}
         self._storing = {x: _Storing() for x, number in self._num_queries.items() if not number}
@@ -181,7 +184,7 @@ class RemotePart:
         """Send each holder its rows of a layer, which is on the host."""
         self._num_unsent -= 1
         send = self._plan.fleet.send
-        for span, shipment in zip(self.record.spans, staged.shipments, strict=True):
+        for span, shipment in zip(self._own, staged.shipments, strict=True):
             begin = span.begin
             send(span.holder, Attend(begin.step, begin.lane, layer, *shipment))
         self.record.sent_s.append(time.perf_counter())

@@ -1,11 +1,10 @@
 """KV that is swapped (``--kv-placement swap``): every lane's is in the host's memory, and two
 lanes' are on the device.
 
-To the engine each lane's KV is a holder of its own, with as many blocks as one
-of the device's two slots has; sequences of a lane go to its own holder
-(``OwnHolders``), so a step sees one holder, as with any KV on the device. Which
-lane is next is foreseen: the one whose last step began longest ago, of those
-that have anything to bring.
+To the engine each lane's KV is a holder of its own, with as many blocks as one of the device's
+two slots has; sequences of a lane go to its own holder (``OwnHolders``), so a step sees one
+holder, as with any KV on the device. Which lane is next is foreseen: the one whose last step
+began longest ago, of those that have anything to bring.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ import threading
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.step.device_memory import Bytes, DeviceMemory
-from fastdecode.engine.step.torch_executor import TorchExecutor, kv_spec_of
+from fastdecode.engine.step.torch_executor import AttendPaged, TorchExecutor, kv_spec_of
 from fastdecode.wire.blocks import ChunkForm
 from fastdecode.wire.messages import AttendResult, BeginStep
 from rworker.blocks.appending import Appended
@@ -27,7 +27,7 @@ from rworker.instructions import Compute, CopyBlocks, PlaceChunk, Prepare
 from rworker.tiers.disk import Disk
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
-from sworker.paged import BlockKernels, PagedKV, StoredKV
+from sworker.paged import BlockKernels, PagedKV, PagedStep, StoredKV
 from sworker.swap.host import HostKV
 from sworker.swap.swapped import Blocks, LaneMover, SwappedKV
 from sworker.worker import SWorker
@@ -40,7 +40,6 @@ class SwappedLanes:
     Args:
         device, gpu, kernels: see ``TorchExecutor``.
         num_lanes: how many lanes there are.
-        most_tokens: that a step stores.
     """
 
     def __init__(
@@ -142,7 +141,6 @@ class LaneExecutor(TorchExecutor):
     """A lane's cache, which is a holder; see ``TorchExecutor``.
 
     Args:
-        lanes: all lanes' caches.
         disk: where the lane's kept blocks go; None: nowhere.
     """
 
@@ -151,7 +149,6 @@ class LaneExecutor(TorchExecutor):
         self._lanes, self.caches = lanes, lanes.caches
 
     def prepare(self, prepare: Prepare) -> None:
-        """See ``SwappedLanes``."""
         self._lanes.prepare(prepare)
 
     def drop_all(self) -> None:
@@ -161,25 +158,32 @@ class LaneExecutor(TorchExecutor):
 
     def begin_step(
         self, holder: HolderId, begin: BeginStep, appended: Appended, store: KVStore
-    ) -> None:
-        """See ``SwappedLanes``."""
+    ) -> AttendPaged:
         self._lanes.begin_step(holder, begin, appended, store)
-        super().begin_step(holder, begin, appended, store)
+        attend, wait = super().begin_step(holder, begin, appended, store), self._lanes.kv.wait
+
+        def attend_when_here(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, step: PagedStep, out: Tensor | None
+        ) -> Tensor:
+            wait(layer)
+            return attend(layer, q, k, v, step, out)
+
+        return attend_when_here
+
+    def end_step(self, holder: HolderId) -> None:
+        self._lanes.end_step(holder)
 
     def compute(self, compute: Compute) -> AttendResult:
-        """See ``TorchExecutor``."""
         stored = super().compute(compute)
         size = self._stored(compute.holder).kv.block_size
         self._lanes.is_new(compute.holder, compute.plan.slots // size)
         return stored
 
     def copy_blocks(self, copy: CopyBlocks) -> None:
-        """See ``TorchExecutor``."""
         super().copy_blocks(copy)
         self._lanes.is_new(copy.holder, copy.target_ids)
 
     def place(self, place: PlaceChunk) -> None:
-        """See ``TorchExecutor``."""
         super().place(place)
         size, places = self._stored(place.holder).kv.block_size, place.places
         is_whole = place.chunk.form is ChunkForm.BLOCKS
@@ -200,12 +204,10 @@ class LaneMemory(DeviceMemory):
         super().__init__(lanes.settle(lane), lanes.gpu)
 
     def write(self, layers: range, block: int, data: Bytes) -> None:
-        """See ``DeviceMemory``."""
         super().write(layers, block, data)
         self._lanes.is_new(self._lane, np.array([block]))
 
     def clear(self, block: int) -> None:
-        """See ``DeviceMemory``."""
         super().clear(block)
         self._lanes.is_new(self._lane, np.array([block]))
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
@@ -40,7 +42,10 @@ from rworker.tiers.tiers import Tiers
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
 from sworker.host_blocks import BlockMemory, HostBlocks
-from sworker.paged import BlockKernels, PagedKV, StoredKV
+from sworker.paged import BlockKernels, PagedKV, PagedStep, StoredKV
+
+AttendPaged: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, PagedStep, "Tensor | None"], Tensor]
+"""See ``PagedKV.attend``."""
 
 
 class TorchExecutor:
@@ -90,14 +95,18 @@ class TorchExecutor:
 
     def begin_step(
         self, holder: HolderId, begin: BeginStep, appended: Appended, store: KVStore
-    ) -> None:
+    ) -> AttendPaged:
         """Prepare a holder's cache for a step: it finds what it reads, and its own
-        copies of blocks that others share."""
+        copies of blocks that others share. Returns what attends in it."""
+        cache = self.caches[holder]
         if appended.copy_sources.size:
-            self.caches[holder].copy_blocks(appended.copy_sources, appended.copy_targets)
+            cache.copy_blocks(appended.copy_sources, appended.copy_targets)
+        return cache.attend
+
+    def end_step(self, holder: HolderId) -> None:
+        """Note that all layers of a step are done, or queued on the device."""
 
     def copy_blocks(self, copy: CopyBlocks) -> None:
-        """See ``RWorkerExecutor``."""
         self._stored(copy.holder).copy_blocks(copy.source_ids, copy.target_ids)
 
     def compute(self, compute: Compute) -> AttendResult:
@@ -105,11 +114,9 @@ class TorchExecutor:
         raise _not_here(compute)
 
     def place(self, place: PlaceChunk) -> None:
-        """See ``RWorkerExecutor``."""
         self._memory_of(place.holder).place_chunk(place.chunk, place.places)
 
     def read(self, read: ReadChunk) -> Array:
-        """See ``RWorkerExecutor``."""
         return self._memory_of(read.holder).read_chunk(read.request, read.places)
 
     def _stored(self, holder: HolderId) -> StoredKV:
@@ -126,7 +133,6 @@ class TorchExecutor:
         return DeviceMemory(self._stored(holder), self.gpu)
 
     def drop(self, drop: Drop) -> None:
-        """See ``RWorkerExecutor``."""
         self._forget(drop.holder)
 
     def open_tier(self, wanted: OpenTier) -> Iterable[Inventory]:
@@ -158,7 +164,6 @@ class HostTier(LowerTier):
     its copies are queued (``sworker.host_blocks``).
 
     Args:
-        cache: on the device.
         memory: gives the host's memory, which S-workers that act as one replace.
     """
 

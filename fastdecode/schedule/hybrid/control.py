@@ -1,10 +1,10 @@
-"""KV on both sides, as it runs: when the rule is asked, what follows from what
-it says, and whether it was right.
+"""KV on both sides, as it runs: when the rule is asked, what follows from its answer, and
+whether it was right.
 
 Where one holder is the device and the others are R-workers, the scheduler has a
-``HybridControl``. It says which holders a sequence that starts may go to, and
-how many lanes there are. The first is the **home lane**, of sequences whose KV
-is on the device; the second is the **away lane**. A single lane has both.
+``HybridControl``. It decides which holders a sequence may start on, and how many lanes there
+are. The first is the **home lane**, of sequences whose KV is on the device; the second is the
+**away lane**. A single lane has both.
 """
 
 from __future__ import annotations
@@ -12,138 +12,223 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TypeAlias
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId, Residence, SequenceId
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.hybrid import forecast
-from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
-from fastdecode.schedule.hybrid.guard import HybridGuard
-from fastdecode.schedule.hybrid.inputs import Guess, HybridInputs
-from fastdecode.schedule.hybrid.rule import Margins, choose
+from fastdecode.schedule.hybrid.forecast import Costs, Course, Guess, Known, Layout, Work
+from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.reserving.ledger import BlockLedger
-from fastdecode.schedule.running import Lane
+from fastdecode.schedule.running import Lane, RunningSequence, cached_at_end
+from fastdecode.schedule.times import StepTime
 
 MAX_LANES = 2
-"""That there may ever be."""
 EVERY = 64
 """Steps of the home lane between two looks at the whole."""
 _SHARE = 200
-"""Asking the rule takes one part in so many of the time, at most."""
-_GUESSED_ERROR = 0.2
-"""Of costs, while R-workers haven't been measured."""
-_MEASURED_ERROR = 0.05
-"""Of forecasts, at the least: they know no prompts, and nobody's chance."""
+"""The rule takes at most one part in ``_SHARE`` of the time."""
+_GUESSED_ERROR = 0.2  # of costs, while R-workers have not been measured
+_MEASURED_ERROR = 0.05  # of forecasts at least: they know no prompts, and no chance
 _MEASURED_STEPS = 32
-"""Steps with R-workers that measure them."""
+_HORIZON = 256  # leading waiting sequences that the rule knows
+_WINDOW = 64  # steps of the home lane that the guard judges together
+_MIN_RATE = 0.97  # of what the device alone would give
+_CLOSED_STEPS = 256  # of the home lane, for which no sequence goes away after that
 
-Rule: TypeAlias = Callable[[Known, Course, Costs, Margins], Course]
-"""As ``choose``."""
+Rule: TypeAlias = Callable[[Known, Course, Costs, float], Course]
+"""As ``forecast.choose``; the last argument is the costs' error."""
 View: TypeAlias = tuple[Seq[Lane], Seq[Sequence]]
-"""Lanes, and those that wait."""
+"""Lanes, and the sequences that wait."""
 
 
 @dataclass(frozen=True)
 class HybridOptions:
+    """How the two sides share sequences. All holders but ``device`` are R-workers."""
+
     device: HolderId
-    """All other holders are R-workers."""
     guess: Guess | None = None
-    """Of R-workers, until times are known of them; None: they are known."""
+    """None if the times of R-workers are known."""
     error: float = _GUESSED_ERROR
-    """How far costs may be off, until R-workers have been measured."""
+    """Part by which costs may be off until R-workers have been measured."""
     measured_steps: int = _MEASURED_STEPS
     """Steps with R-workers that measure them."""
     clock: Clock = time.monotonic
-    """Seconds."""
-    rule: Rule = choose
+    rule: Rule = forecast.choose
 
 
 @dataclass
 class HybridCounts:
+    """How often steps ran in each mode, and how often the guard closed the way."""
+
     steps: Counter[str] = field(default_factory=Counter)
-    """Of the home lane, and of others while nobody is at home, by mode:
-    gpu-only, mixed, split-1, R-only."""
+    """Of the home lane, and of others while it is empty: gpu-only, mixed, split-1, R-only."""
     num_closed: int = 0
-    """How often R-workers were found not to pay, and left alone for a while."""
+
+
+class HybridGuard:
+    """Closes the way to R-workers for a while where they do not pay.
+
+    What the device would give alone is predicted, and the prediction trusted as far as it was
+    right while the device was alone.
+    """
+
+    def __init__(self) -> None:
+        self.num_closed = 0
+        self._is_right: float | None = None  # measured over predicted rate of the device alone
+        self._closed_for = 0
+        self._before_s: float | None = None
+        self._restart()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed_for > 0
+
+    def away_step(self, num_decoding: int) -> None:
+        """Note that ``num_decoding`` away sequences got a token each."""
+        self._num_away_tokens += num_decoding
+        self._is_alone = False
+
+    def home_step(
+        self, num_decoding: int, expected_s: float, now_s: float, *, is_alone: bool, is_full: bool
+    ) -> None:
+        """Note the end of a step of the home lane.
+
+        Args:
+            num_decoding: Home sequences that got a token each.
+            expected_s: Seconds that it would have taken with no sequence away.
+            is_alone: True if no sequence is away.
+            is_full: True if a sequence waits for room. An idle device is not judged.
+        """
+        self._closed_for = max(0, self._closed_for - 1)
+        before_s, self._before_s = self._before_s, now_s
+        if before_s is None or not is_full:
+            self._restart()
+            return
+        self._num_home_tokens += num_decoding
+        self._elapsed_s += now_s - before_s
+        self._expected_s += expected_s
+        self._is_alone = self._is_alone and is_alone
+        self._num_steps += 1
+        if self._num_steps >= _WINDOW:
+            if self._elapsed_s > 0 and self._expected_s > 0:
+                self._judge()
+            self._restart()
+
+    def _judge(self) -> None:
+        alone = self._num_home_tokens / self._expected_s
+        measured = (self._num_home_tokens + self._num_away_tokens) / self._elapsed_s
+        if self._is_alone:
+            self._is_right = measured / alone
+        elif self._is_right is not None and measured < _MIN_RATE * self._is_right * alone:
+            self._closed_for = _CLOSED_STEPS
+            self.num_closed += 1
+
+    def _restart(self) -> None:
+        self._num_steps = self._num_home_tokens = self._num_away_tokens = 0
+        self._elapsed_s = self._expected_s = 0.0
+        self._is_alone = True
 
 
 class HybridControl:
-    """See the module.
+    """Decides where sequences start, and in how many lanes they step.
 
     Args:
-        options: see there.
-        ledger: counts what is reserved.
-        teller: what the rule is told.
+        times: Step times, as far as they are measured.
+        max_num_sequences: Sequences that run at once, at most.
     """
 
-    def __init__(self, options: HybridOptions, ledger: BlockLedger, inputs: HybridInputs) -> None:
-        self._options = options
+    def __init__(
+        self,
+        options: HybridOptions,
+        ledger: BlockLedger,
+        lengths: LengthPredictor,
+        times: StepTime,
+        max_num_sequences: int,
+    ) -> None:
+        self._options, self._ledger, self._clock = options, ledger, options.clock
         self._device = options.device
-        self._ledger = ledger
-        self._inputs = inputs
-        self._clock = options.clock
+        self._lengths, self._times = lengths, times
+        self._max_num_sequences = max_num_sequences
         self._view: Callable[[], View] = lambda: ((), ())
         self._course = Course(Layout.SPLIT)
-        self._leaving: set[SequenceId] = set()  # who may go to R-workers by now
+        self._leaving: set[SequenceId] = set()  # those that may go to R-workers by now
         self._num_lanes = 1
         self._num_home_steps = self._num_away_steps = 0
         self._asked_at = self._parted_at = -EVERY  # steps of the home lane
         self._ask_at_s = -math.inf
         self._asked_for = (-1, -1)  # sequences that ran and waited
-        self._watch = HybridGuard()
+        self._guard = HybridGuard()
         self.counts = HybridCounts()
 
     def attach(self, view: Callable[[], View]) -> None:
-        """What runs and waits, whenever it is looked at."""
+        """Take what gives the running and waiting sequences."""
         self._view = view
 
     def begin_plan(self, head: Sequence) -> None:
-        """Somebody waits; ``head`` is the first. What is there for those for
-        whom the device has no room?"""
-        has_room = self._could_hold(self._device, head) and self._inputs.has_room(head)
-        stays = has_room and self._course.home_is_open and not self._is_kept_away(head)
+        """Ask the rule for those that wait, if the device has no room for the first (``head``)."""
+        has_room = self._could_hold(self._device, head) and self._num_blocks(
+            head
+        ) <= self._ledger.available_blocks(self._device)
+        stays = has_room and self._course.home_is_open and not self._is_cached_away(head)
         if head.sequence_id in self._leaving or stays:
             return
         lanes, waiting = self._view()
         numbers = sum(len(lane.running) for lane in lanes), len(waiting)
-        if numbers != self._asked_for:  # nobody has come, started or ended since
+        if numbers != self._asked_for:  # otherwise none has come, started or ended since
             self._asked_for = numbers
             self._ask()
 
     def among(
         self, lane: int, sequence: Sequence, tiers: Seq[Seq[HolderId]]
     ) -> list[list[HolderId]]:
-        """Of the holders that have room for a sequence, those where it may
-        start in this lane. On the device whenever that has room, unless the rule
-        has found that what R-workers have kept of it is worth the way there."""
+        """Return the holders, of those with room, where a sequence may start in this lane.
+
+        On the device whenever that has room, unless the rule has found that what R-workers have
+        cached of it is worth the way there.
+        """
         is_home, is_alone = lane == 0, self._num_lanes == 1
-        fits_home = self._could_hold(self._device, sequence)
+        fits_home, home_is_open = (
+            self._could_hold(self._device, sequence),
+            self._course.home_is_open,
+        )
         has_room = any(self._device in tier for tier in tiers)
         away = [found for tier in tiers if (found := [h for h in tier if h != self._device])]
-        follows = bool(away) and self._follows_its_blocks(sequence)
-        if fits_home and has_room and self._home_is_open(sequence) and not follows:
-            return [[self._device]] if is_home else []
+        is_closed, is_leaving = self._guard.is_closed, sequence.sequence_id in self._leaving
+        follows = away and is_leaving and not is_closed and self._is_cached_away(sequence)
+        if fits_home and has_room and not follows:
+            r_workers = () if home_is_open else self._r_workers
+            if not any(self._could_hold(holder, sequence) for holder in r_workers):
+                return [[self._device]] if is_home else []
         if not away or (is_home and not is_alone):
             return []
         is_mixed = self._course.layout is Layout.MIXED
-        has_leave = sequence.sequence_id in self._leaving or not self._course.home_is_open
-        may_go = has_leave and is_mixed is is_alone and not self._watch.is_closed
-        if not fits_home or may_go or not self._frees_home():
-            return away
-        return []
+        may_go = (is_leaving or not home_is_open) and is_mixed is is_alone and not is_closed
+        # A home sequence that runs makes room at its end. What only waits to be fetched by
+        # another engine may wait for a sibling that has not run.
+        if (
+            fits_home
+            and not may_go
+            and any(x.reserved_tokens[self._device] for x in self._view()[0])
+        ):
+            return []
+        return away
 
     def alike(self, holder: HolderId, present: Seq[HolderId]) -> Seq[HolderId]:
-        """See ``HolderChoice``: the holders on the same side."""
+        """Return the holders on the same side."""
         return [one for one in present if (one == self._device) == (holder == self._device)]
 
     def started(self, sequence: Sequence, residence: Residence) -> None:
-        """A sequence starts there. If it was to leave, and found room at home
-        after all, the others' leave is void: with fewer who share an away
-        lane's weights it might not pay."""
+        """Note where a sequence starts.
+
+        If it was to leave and found room at home, the others' leave is void: with fewer that
+        share an away lane's weights it might not pay.
+        """
         if sequence.sequence_id in self._leaving and residence.is_on(self._device):
             self._leaving = set()
             self._asked_for = (-1, -1)
@@ -154,31 +239,27 @@ class HybridControl:
         return 0 if holder == self._device else num_lanes - 1
 
     def observe(self, lane: int, num_decoding: int, loads: Mapping[int, int]) -> None:
-        """A lane's step was run; see ``LaneControl.observe``."""
-        is_with_r_workers = any(holder != self._device for holder in loads)
-        if is_with_r_workers and num_decoding:
+        """Note that a lane's step was run. See ``LaneControl.observe``."""
+        if num_decoding and any(holder != self._device for holder in loads):
             self._num_away_steps += 1
         if lane:
-            self._watch.away_step(num_decoding)
+            self._guard.away_step(num_decoding)
         lanes, waiting = self._view()
+        is_alone = not any(map(self._has_away, lanes))
         if lane == 0 or not lanes[0].running:
+            has_home = any(lane.reserved_tokens[self._device] for lane in lanes)
+            mode = "R-only" if not has_home else "mixed" if len(lanes) == 1 else "split-1"
+            self.counts.steps["gpu-only" if is_alone else mode] += 1
+            self.counts.num_closed = self._guard.num_closed
             self._num_home_steps += 1
-            self.counts.steps[self._mode(lanes)] += 1
-            self.counts.num_closed = self._watch.num_closed
-        if lane == 0 and num_decoding:
-            costs = self._inputs.costs()
-            if costs is not None:
-                self._watch.home_step(
-                    num_decoding,
-                    costs.home_s(num_decoding, loads.get(self._device, 0)),
-                    self._clock(),
-                    is_alone=not any(map(self._has_away, lanes)),
-                    is_full=bool(waiting),
-                )
+        if lane == 0 and num_decoding and (costs := self._costs()) is not None:
+            expected_s = costs.home_s(num_decoding, loads.get(self._device, 0))
+            self._guard.home_step(
+                num_decoding, expected_s, self._clock(), is_alone=is_alone, is_full=bool(waiting)
+            )
 
     def decide(self) -> int:
-        """The number of lanes that there should be. If it isn't what it was,
-        ``regrouped`` is due."""
+        """Return the number of lanes that there should be. ``regrouped`` follows a change."""
         lanes, waiting = self._view()
         has_away = any(map(self._has_away, lanes))
         if (waiting or has_away) and self._num_home_steps - self._asked_at >= EVERY:
@@ -186,12 +267,12 @@ class HybridControl:
         if has_away or self._leaving or not self._course.home_is_open:
             self._parted_at = self._num_home_steps
             return 1 if self._course.layout is Layout.MIXED else 2
-        # Who has come home stays for a while: others may go soon.
+        # An away lane that is empty stays for a while: others may go soon.
         is_long_ago = self._num_home_steps - self._parted_at >= EVERY
         return 1 if is_long_ago else self._num_lanes
 
     def regrouped(self, num_lanes: int) -> None:
-        """There are so many lanes now."""
+        """Note the new number of lanes."""
         self._num_lanes = num_lanes
 
     def _ask(self) -> None:
@@ -199,55 +280,93 @@ class HybridControl:
         if started_s < self._ask_at_s:
             return
         self._leaving = set()
-        costs = self._inputs.costs()
-        if costs is None or self._watch.is_closed:
+        costs = self._costs()
+        if costs is None or self._guard.is_closed:
             self._course = replace(self._course, home_is_open=True)
             return
         is_measured = self._num_away_steps >= self._options.measured_steps
         error = _MEASURED_ERROR if is_measured else self._options.error
         lanes, waiting = self._view()
-        known = self._inputs.known(lanes, waiting)
-        self._course = self._options.rule(known, self._course, costs, Margins(error=error))
+        known = self._known(lanes, waiting)
+        self._course = self._options.rule(known, self._course, costs, error)
         num_leaving = forecast.num_leaving(known, self._course)
         self._leaving = {one.sequence_id for one in waiting[:num_leaving]}
         now_s = self._clock()
         self._ask_at_s = now_s + _SHARE * (now_s - started_s)
 
-    def _is_kept_away(self, sequence: Sequence) -> bool:
-        """Whether R-workers have kept more of it than the device has."""
-        at_home, away = self._inputs.num_reused(sequence)
+    def _is_cached_away(self, sequence: Sequence) -> bool:
+        """Return True if R-workers have cached more of it than the device has."""
+        at_home, away = self._num_reused(sequence)
         return away > at_home
 
-    def _follows_its_blocks(self, sequence: Sequence) -> bool:
-        """Whether it is to leave though the device has room for it."""
-        is_leaving = sequence.sequence_id in self._leaving and not self._watch.is_closed
-        return is_leaving and self._is_kept_away(sequence)
-
-    def _home_is_open(self, sequence: Sequence) -> bool:
-        if self._course.home_is_open:
-            return True
-        return not any(self._could_hold(holder, sequence) for holder in self._inputs.r_workers)
-
     def _could_hold(self, holder: HolderId, sequence: Sequence) -> bool:
-        """Whether it has room for the sequence when it is empty. The device has none for one
-        in parts: the lane at home would wait for the holders of the others."""
-        shape = self._ledger.shape
-        if holder == self._device and len(shape.sizes(sequence.max_cached_tokens)) > 1:
+        """Return True if the holder has room for the sequence when empty. The device has none
+        for one in parts: the lane at home would wait for the holders of the others."""
+        shape, num_tokens = self._ledger.shape, sequence.max_cached_tokens
+        if holder == self._device and len(shape.sizes(num_tokens)) > 1:
             return False
-        return shape.blocks_for(sequence.max_cached_tokens) <= self._ledger.capacity.blocks(holder)
-
-    def _frees_home(self) -> bool:
-        """Whether a sequence runs on the device, whose end makes room there. What waits
-        there to be fetched by another engine may wait for a sibling that has not run."""
-        return any(lane.reserved_tokens[self._device] for lane in self._view()[0])
+        return shape.blocks_for(num_tokens) <= self._ledger.capacity.blocks(holder)
 
     def _has_away(self, lane: Lane) -> bool:
-        """Whether any of its sequences are away."""
         return any(num and holder != self._device for holder, num in lane.reserved_tokens.items())
 
-    def _mode(self, lanes: Seq[Lane]) -> str:
-        if not any(map(self._has_away, lanes)):
-            return "gpu-only"
-        if not any(lane.reserved_tokens[self._device] for lane in lanes):
-            return "R-only"
-        return "mixed" if len(lanes) == 1 else "split-1"
+    def _known(self, lanes: Iterable[Lane], waiting: Iterable[Sequence]) -> Known:
+        home: list[Work] = []
+        away: list[Work] = []
+        for run in (run for lane in lanes for run in lane.running.values()):
+            side = home if run.residence.is_on(self._device) else away
+            side.append(self._running(run))
+        capacity, r_workers = self._ledger.capacity, self._r_workers
+        return Known(
+            tuple(home),
+            tuple(away),
+            tuple(map(self._waiting, islice(waiting, _HORIZON))),
+            home_blocks=capacity.blocks(self._device),
+            away_blocks=tuple(map(capacity.blocks, r_workers)),
+            away_free=tuple(map(self._ledger.available_blocks, r_workers)),
+            most_running=self._max_num_sequences,
+        )
+
+    def _costs(self) -> Costs | None:
+        """Return what steps cost, or None while too little is known."""
+        if math.isnan(self._times.s_part_s(1)) or not self._r_workers:
+            return None
+        room = {worker: self._ledger.capacity.blocks(worker) for worker in self._r_workers}
+        return Costs.of(self._times, self._device, room, self._options.guess)
+
+    def _num_reused(self, sequence: Sequence) -> tuple[int, int]:
+        """Return the cached tokens that a waiting sequence could start with, at home and away."""
+        cache = self._ledger.cache
+        if not cache.chains.are_on:
+            return 0, 0
+        at_home = away = 0
+        for reuse in cache.reuses(sequence, (self._reserved(sequence),)):
+            if reuse.holders[0] == self._device:
+                at_home = max(at_home, reuse.num_tokens)
+            else:
+                away = max(away, reuse.num_tokens)
+        return at_home, away
+
+    @property
+    def _r_workers(self) -> Seq[HolderId]:
+        """Those that are not lost, and have room for anything."""
+        return [h for h in self._ledger.holders.open if h != self._device]
+
+    def _running(self, run: RunningSequence) -> Work:
+        length = len(run.sequence.token_ids)
+        num_blocks = self._ledger.shape.blocks_for(run.residence.num_tokens)
+        num_steps = max(1, run.projected.target_length + 1 - length)
+        return Work(num_steps, length, num_blocks, run.sequence.num_uncached)
+
+    def _waiting(self, sequence: Sequence) -> Work:
+        num_steps = max(1, self._lengths.expected(sequence) - sequence.num_generated)
+        length, num_blocks = sequence.num_tokens, self._num_blocks(sequence)
+        at_home, away = self._num_reused(sequence)
+        return Work(num_steps, length, num_blocks, length - at_home, max(0, away - at_home))
+
+    def _num_blocks(self, sequence: Sequence) -> int:
+        return self._ledger.shape.blocks_for(self._reserved(sequence))
+
+    def _reserved(self, sequence: Sequence) -> int:
+        """Return the tokens for which it reserves room at first."""
+        return cached_at_end(sequence, self._lengths.safe(sequence))

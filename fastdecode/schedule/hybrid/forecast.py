@@ -1,156 +1,159 @@
-"""When would all that is known be done? The clock by which plans for KV on both
-sides are compared.
+"""When all known work would be done with KV on both sides, and what to do by that.
 
-Sequences **at home** have their KV in the device's memory and step together in
-one lane, which waits for nobody. Sequences that are **away** have it on
-R-workers and step in lanes of their own, or among those at home. A forecast
-runs all of it to its end, from one end of a sequence to the next, in a
-microsecond or two for each: first come, first served, as the scheduler does.
+Sequences **at home** have their KV in the device's memory and step together in one lane, which
+waits for no R-worker. Sequences that are **away** have it on R-workers and step in a lane of
+their own, or among those at home. A forecast runs all of them, first come, first served, from
+one end of a sequence to the next, in a microsecond or two for each.
+
+The rule compares whole courses: leave what waits to the device, or send some of it away now. It
+goes only if all is done sooner, the device's time for it counted ``least_gain`` times more than
+it is. The course once taken is among those that are compared next. So as long as costs are what
+they are taken for, KV on both sides is never slower than on the device alone. While costs are
+guessed, a course must pay under the worst of what they may be.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from enum import Enum
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastdecode.schedule.times import StepTime
 
 if TYPE_CHECKING:
     from fastdecode.core.holders import HolderId
 
-_ROUNDING = 1e-6
-"""Of a step: what is that near to its end has ended."""
-_ROUNDS = 2
-"""In which the mean load of a span, and its length, are found."""
+_ROUNDING = 1e-6  # of a step: work that is that near to its end has ended
+_ROUNDS = 3  # in which the mean load of a span, and its length, are found
+LEAST_GAIN = 0.06
+"""Away sequences count this part more. Another layout must save this part of the time."""
+_MAX_ENDS = 64
+"""Sequences' ends that a forecast of the rule tells apart."""
 
 
 class Layout(Enum):
-    """In which lanes sequences step whose KV is on R-workers."""
+    """The lanes in which sequences step whose KV is on R-workers."""
 
-    MIXED = "mixed"
-    """In the home lane: the weights are read once for all."""
-    SPLIT = "split-1"
-    """In a lane of their own."""
+    MIXED = "mixed"  # the home lane: the weights are read once for all
+    SPLIT = "split-1"  # a lane of their own
 
 
 @dataclass(frozen=True)
 class Work:
-    num_steps: int
-    """Tokens that it is still to draw."""
-    num_cached: int
-    """Tokens that it has cached when it draws the first of them."""
-    num_blocks: int
-    """KV blocks that it has reserved, or will."""
-    num_uncached: int = 1
-    """Tokens that are run to draw the first of them: a prompt's, or one."""
-    num_reused_away: int = 0
-    """Of those, the tokens that R-workers have kept, and the device has not."""
+    """What is left to do of a sequence."""
+
+    num_steps: int  # tokens that it is still to draw
+    num_cached: int  # tokens that it has cached when it draws the first of them
+    num_blocks: int  # KV blocks that it has reserved, or will
+    num_uncached: int = 1  # tokens that are run to draw the first of them
+    num_reused_away: int = 0  # of those, what R-workers have cached and the device has not
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What is assumed of R-workers, slow ones, before one has attended anything."""
+
+    token_bytes: float  # of a cached token, over all layers
+    bytes_per_s: float = 50e9  # that each R-worker reads
+    round_trip_s: float = 0.01  # for all layers
 
 
 @dataclass(frozen=True)
 class Costs:
-    """A ``StepTime`` of two sides, the device and R-workers: seconds of a step
-    through all layers. No function falls."""
+    """Seconds of a step through all layers, of each side. No function falls."""
 
     s_part: Callable[[int], float]
-    """The S-part, T_S, of so many sequences."""
+    """The S-part of a number of sequences."""
     device: Callable[[float], float]
-    """The device's attention, A, to so many cached tokens."""
+    """The device's attention to a number of cached tokens."""
     r_part: Callable[[int, float], float]
-    """The busiest R-worker's attention, R, where R-workers together have so
-    many sequences with so many cached tokens."""
+    """The busiest R-worker's attention, by all R-workers' sequences and cached tokens."""
     round_trip_s: float
-    """L: the trip to R-workers and back."""
     away_weight: float = 1.0
-    """What sequences that are away cost of the S-part counts so many times."""
+    """How many times away sequences count in the S-part."""
 
     @classmethod
-    def of(cls, times: StepTime, device: HolderId, room: Mapping[HolderId, int]) -> Costs:
-        """From step times.
+    def of(
+        cls, times: StepTime, device: HolderId, room: Mapping[HolderId, int], guess: Guess | None
+    ) -> Costs:
+        """Take costs from step times. R-workers are filled evenly by their ``room``, up to a
+        sequence. ``guess``: for times of R-workers that are not known."""
+        in_all, trip_s = max(1, sum(room.values())), times.trip_s(1)
 
-        Args:
-            room: of each R-worker. They are filled evenly by it, up to a sequence.
-        """
-        in_all = max(1, sum(room.values()))
+        def attention_s(worker: HolderId, load: int) -> float:
+            measured_s = times.r_part_s(worker, load)
+            return measured_s or (load * guess.token_bytes / guess.bytes_per_s if guess else 0.0)
 
         def r_part(num_sequences: int, load: float) -> float:
             one = load / max(1, num_sequences)
             shares = {w: min(load, load * own / in_all + one) for w, own in room.items()}
-            return max((times.r_part_s(w, round(load)) for w, load in shares.items()), default=0.0)
+            return max((attention_s(w, round(load)) for w, load in shares.items()), default=0.0)
 
         def device_s(load: float) -> float:
             return times.r_part_s(device, round(load))
 
-        return cls(times.s_part_s, device_s, r_part, times.trip_s(1))
+        trip_s = guess.round_trip_s if guess is not None and trip_s == math.inf else trip_s
+        return cls(times.s_part_s, device_s, r_part, trip_s)
 
     def home_s(self, num_sequences: int, load: float) -> float:
         """A step of those at home, alone on the device."""
         return self.s_part(num_sequences) + self.device(load)
 
     def scaled(self, s_part: float, device: float, away: float) -> Costs:
-        """The S-part, the device's attention, and the way to R-workers with
-        what they do, times so much each."""
-        costs = self
+        """Multiply the S-part, the device's attention, and all of R-workers."""
         return replace(
             self,
-            s_part=lambda n: s_part * costs.s_part(n),
-            device=lambda load: device * costs.device(load),
-            r_part=lambda n, load: away * costs.r_part(n, load),
+            s_part=lambda n: s_part * self.s_part(n),
+            device=lambda load: device * self.device(load),
+            r_part=lambda n, load: away * self.r_part(n, load),
             round_trip_s=away * self.round_trip_s,
         )
 
 
 @dataclass(frozen=True)
 class Known:
+    """All unfinished work, and the KV blocks that it has."""
+
     home: tuple[Work, ...]
     away: tuple[Work, ...]
-    waiting: tuple[Work, ...]
-    """In the order in which they start."""
-    home_blocks: int
-    """KV blocks of the device, in all."""
-    away_blocks: tuple[int, ...]
-    """KV blocks of each R-worker, in all."""
-    away_free: tuple[int, ...]
-    """Of each R-worker, the blocks that nobody has reserved."""
-    most_running: int
-    """Sequences that run at once, at most."""
+    waiting: tuple[Work, ...]  # in the order in which they start
+    home_blocks: int  # of the device, in all
+    away_blocks: tuple[int, ...]  # of each R-worker, in all
+    away_free: tuple[int, ...]  # of each R-worker, not reserved
+    most_running: int  # sequences that run at once, at most
 
 
 @dataclass(frozen=True)
 class Course:
+    """What is done from now on."""
+
     layout: Layout
     num_away: int = 0
-    """So many waiting sequences, the first ones, go to R-workers now, up to
-    one for which the device has room, and of which R-workers have kept no more. The
-    others wait for the device."""
+    """Leading waiting sequences that go to R-workers now, up to one that starts at home
+    (``num_leaving``). The others wait for the device."""
     home_is_open: bool = True
-    """The device takes in new sequences; else R-workers take all of them."""
+    """False: R-workers take all new sequences."""
 
 
-@dataclass(frozen=True)
-class Paces:
-    """How long a step takes of those at home and of those that are away, while
-    both run; infinite where there are none."""
+class Paces(NamedTuple):
+    """Seconds of a step of each side while both run. Infinite without sequences there."""
 
     home_s: float
     away_s: float
 
 
 def paces(costs: Costs, layout: Layout, home: tuple[int, float], away: tuple[int, float]) -> Paces:
-    """Steps side by side.
+    """Return how long steps take side by side.
 
     Args:
-        home: sequences, and the tokens that they have cached in all.
-        away: the same of those on R-workers.
+        home, away: Number of sequences, and the tokens that they have cached in all.
     """
-    num_home, load_home = home
-    num_away, load_away = away
+    (num_home, load_home), (num_away, load_away) = home, away
     if not num_away:
         return Paces(costs.home_s(num_home, load_home) if num_home else math.inf, math.inf)
     r_part_s = costs.r_part(num_away, load_away)
@@ -171,63 +174,49 @@ def paces(costs: Costs, layout: Layout, home: tuple[int, float], away: tuple[int
 
 
 class _Side:
-    """Sequences that step together, each in the room of one holder.
+    """Sequences that step together, each in the room of one holder."""
 
-    Args:
-        blocks: of each holder, in all.
-        is_away: the holders are R-workers.
-    """
-
-    def __init__(self, works: Iterable[Work], blocks: Seq[int], *, is_away: bool) -> None:
+    def __init__(self, works: Iterable[Work], blocks: Seq[int], *, is_away: bool = False) -> None:
         self._is_away = is_away
         self.step = 0.0
-        self.most_blocks = max(blocks, default=0)
-        """That anybody may have here."""
-        # When each ends, its blocks, what it has cached but for a token a step,
-        # and its holder.
+        self.max_blocks = max(blocks, default=0)  # that a sequence may have here
+        # When each ends, its blocks, its cached tokens without one a step, and its holder.
         self.ends: list[tuple[float, int, float, int]] = []
-        self._base = 0.0
-        self._num_prompt = 0
+        self._base, self._num_prompt = 0.0, 0
         self._free = list(blocks)
         for work in works:
             self.add(work)
 
-    def has_room(self, work: Work) -> bool:
-        """Whether it may start. An empty side has room for anybody."""
-        return not self.ends or work.num_blocks <= self.most_free
-
     @property
-    def most_free(self) -> int:
-        """Blocks that one of them has free."""
+    def max_free(self) -> int:
+        """Most blocks that one holder has free."""
         return max(self._free, default=0)
 
     def add(self, work: Work) -> None:
-        """It steps from now on, where most is free."""
+        """Let it step from now on, where most is free."""
         holder = max(range(len(self._free)), key=self._free.__getitem__)
         base = work.num_cached - self.step
         heappush(self.ends, (self.step + work.num_steps, work.num_blocks, base, holder))
         self._free[holder] -= work.num_blocks
         self._base += base
-        num_reused = work.num_reused_away if self._is_away else 0
-        self._num_prompt += work.num_uncached - num_reused - 1
+        self._num_prompt += work.num_uncached - self._is_away * work.num_reused_away - 1
 
-    def load(self, ahead: float) -> float:
-        """Cached tokens of all, so many steps ahead."""
-        return self._base + len(self.ends) * (self.step + ahead)
+    def at(self, ahead: float) -> tuple[int, float]:
+        """Return the sequences, and their cached tokens ``ahead`` steps from now."""
+        return len(self.ends), self._base + len(self.ends) * (self.step + ahead)
 
     @property
     def num_left(self) -> float:
         """Steps until the next one ends."""
-        return self.ends[0][0] - self.step if self.ends else math.inf
+        return self.ends[0][0] - self.step
 
     def take_prompts(self) -> int:
-        """Tokens of those that have started since the last call, beyond one a
-        sequence."""
+        """Return the tokens, beyond one a sequence, of those started since the last call."""
         num_prompt, self._num_prompt = self._num_prompt, 0
         return num_prompt
 
     def advance(self, num_steps: float) -> None:
-        """Run so many, at most ``num_left``."""
+        """Run steps, at most ``num_left``."""
         self.step += num_steps
         while self.ends and self.ends[0][0] <= self.step + _ROUNDING:
             _, num_blocks, base, holder = heappop(self.ends)
@@ -236,7 +225,7 @@ class _Side:
 
 
 def coarse(known: Known, num_ends: int) -> Known:
-    """The same with sequences' ends drawn together, to about so many that differ."""
+    """Draw sequences' ends together, to about ``num_ends`` that differ."""
     every = (*known.home, *known.away, *known.waiting)
     if len(every) <= num_ends:
         return known
@@ -245,100 +234,130 @@ def coarse(known: Known, num_ends: int) -> Known:
     def rounded(works: tuple[Work, ...]) -> tuple[Work, ...]:
         return tuple(replace(w, num_steps=-(-w.num_steps // grain) * grain) for w in works)
 
-    return replace(
-        known,
-        home=rounded(known.home),
-        away=rounded(known.away),
-        waiting=rounded(known.waiting),
-    )
+    home, away, waiting = map(rounded, (known.home, known.away, known.waiting))
+    return replace(known, home=home, away=away, waiting=waiting)
 
 
 def num_leaving(known: Known, course: Course) -> int:
-    """How many of the waiting sequences go to R-workers now. One for which the
-    device has room starts there, unless R-workers have kept more of it, and the next
-    ones wait for that: they might come too late to share the others' steps."""
+    """Return how many waiting sequences go to R-workers now.
+
+    One for which the device has room starts there, unless R-workers have cached more of it. The
+    next ones wait: they might come too late to share the others' steps.
+    """
     home_free = known.home_blocks - sum(work.num_blocks for work in known.home)
     starting = known.waiting[: course.num_away]
-    if not course.home_is_open:
-        return len(starting)
     for index, work in enumerate(starting):
-        if work.num_blocks <= home_free and not work.num_reused_away:
+        starts_at_home = work.num_blocks <= home_free and not work.num_reused_away
+        if starts_at_home and course.home_is_open:
             return index
     return len(starting)
 
 
 def finish_s(known: Known, course: Course, costs: Costs, limit_s: float = math.inf) -> float:
-    """Seconds until everybody is done.
-
-    Args:
-        limit_s: later than that is as good as never: infinite.
-    """
-    home = _Side(known.home, (known.home_blocks,), is_away=False)
+    """Return the seconds until all is done. Infinite beyond ``limit_s``."""
+    home = _Side(known.home, (known.home_blocks,))
     away = _Side(known.away, known.away_blocks, is_away=True)
     queue = deque(known.waiting)
     for _ in range(num_leaving(known, course)):
         away.add(queue.popleft())
     now_s = 0.0
     while now_s <= limit_s:
-        _start(known, course, home, away, queue)
+        while queue and len(home.ends) + len(away.ends) < known.most_running:
+            # What one side could never hold goes to the other.
+            fits_home, fits_away = (queue[0].num_blocks <= x.max_blocks for x in (home, away))
+            side = home if fits_home and (course.home_is_open or not fits_away) else away
+            if side.ends and queue[0].num_blocks > side.max_free:
+                break  # an empty side has room for any sequence
+            side.add(queue.popleft())
         if not home.ends and not away.ends:
             return now_s
         now_s += _prompts_s(costs, course.layout, home, away)
-        pace = _paces_of(costs, course.layout, home, away)
-        for _ in range(_ROUNDS):
-            pace = _paces_of(costs, course.layout, home, away, _span_s(home, away, pace) / 2, pace)
-        span_s = _span_s(home, away, pace)
-        for side, step_s in ((home, pace.home_s), (away, pace.away_s)):
-            if side.ends:
-                side.advance(span_s / step_s if step_s else side.num_left)
+        pace, span_s = Paces(1.0, 1.0), 0.0
+        for _ in range(_ROUNDS):  # at the loads in the middle of the span
+            ahead = [
+                span_s / 2 / step_s if side.ends and step_s else 0.0
+                for side, step_s in zip((home, away), pace, strict=True)
+            ]
+            pace = paces(costs, course.layout, home.at(ahead[0]), away.at(ahead[1]))
+            running = [x for x in zip((home, away), pace, strict=True) if x[0].ends]
+            span_s = min(side.num_left * step_s for side, step_s in running)
+        for side, step_s in running:
+            side.advance(span_s / step_s if step_s else side.num_left)
         now_s += span_s
     return math.inf
 
 
-def _start(known: Known, course: Course, home: _Side, away: _Side, queue: deque[Work]) -> None:
-    """First come, first served, as far as there is room. What one side could
-    never hold goes to the other."""
-    while queue and len(home.ends) + len(away.ends) < known.most_running:
-        fits_home, fits_away = (queue[0].num_blocks <= side.most_blocks for side in (home, away))
-        side = home if fits_home and (course.home_is_open or not fits_away) else away
-        if not side.has_room(queue[0]):
-            return
-        side.add(queue.popleft())
-
-
 def _prompts_s(costs: Costs, layout: Layout, home: _Side, away: _Side) -> float:
-    """What the device spends on the prompts of those that have just started,
-    beyond a step of theirs. Nobody gets on meanwhile."""
+    """Return the device's time for prompts that have just started, beyond a step of theirs.
+    No sequence advances meanwhile."""
     at_home, at_away = home.take_prompts(), away.take_prompts()
     s_part, num_home, num_away = costs.s_part, len(home.ends), len(away.ends)
     num_lane = num_away + (num_home if layout is Layout.MIXED else 0)
-    seconds = 0.0
-    if at_home:
-        seconds += s_part(num_home + at_home) - s_part(num_home)
-    if at_away:
-        seconds += costs.away_weight * (s_part(num_lane + at_away) - s_part(num_lane))
-    return seconds
+    prompts = (1.0, num_home, at_home), (costs.away_weight, num_lane, at_away)
+    return sum(w * (s_part(num + added) - s_part(num)) for w, num, added in prompts if added)
 
 
-def _span_s(home: _Side, away: _Side, pace: Paces) -> float:
-    """Until the next end of somebody."""
-    at_home = home.num_left * pace.home_s if home.ends else math.inf
-    at_away = away.num_left * pace.away_s if away.ends else math.inf
-    return min(at_home, at_away)
+def choose(
+    known: Known, now: Course, costs: Costs, error: float, least_gain: float = LEAST_GAIN
+) -> Course:
+    """Return the best course.
+
+    Args:
+        now: The present one, whose ``num_away`` does not count.
+        error: Part by which each cost may be off, up or down.
+    """
+    known, stay = coarse(known, _MAX_ENDS), replace(now, num_away=0)
+    low, high = 1 / (1 + error), 1 / (1 - error)
+    weighted = replace(costs, away_weight=1 + least_gain)
+    # The worst that costs may be: of a busy device, and of slow R-workers beside a fast one.
+    factors = (high, low) if error else (high,)
+    corners = [weighted.scaled(x, low, (1 + least_gain) * high) for x in factors]
+    staying_s = [finish_s(known, stay, corner) for corner in corners]
+    # Forecasts know of no whole steps: they may be off by one.
+    load = float(sum(work.num_cached for work in known.home))
+    step_s = costs.home_s(len(known.home), load) if known.home else 0.0
+    best, best_gain = stay, 0.0
+    for course in _courses(known, now):
+        is_other_layout = bool(known.away) and course.layout is not now.layout
+        is_other = is_other_layout or course.home_is_open != now.home_is_open
+        needed = max(best_gain, least_gain if is_other else 0.0)
+        gain = math.inf
+        for corner, stay_s in zip(corners, staying_s, strict=True):
+            # What gains less than another is of no use, by however much.
+            ends_s = finish_s(known, course, corner, stay_s * (1 - needed) - step_s)
+            gain = min(gain, 1 - ends_s / stay_s if stay_s > 0 else 0.0)
+            if gain == -math.inf:
+                break
+        if gain > best_gain:
+            best, best_gain = course, gain
+    return best
 
 
-def _paces_of(
-    costs: Costs,
-    layout: Layout,
-    home: _Side,
-    away: _Side,
-    ahead_s: float = 0.0,
-    before: Paces | None = None,
-) -> Paces:
-    """At the loads in so many seconds; ``before``: what steps take until then."""
-    home_ahead = away_ahead = 0.0
-    if before is not None:
-        home_ahead = ahead_s / before.home_s if home.ends and before.home_s else 0.0
-        away_ahead = ahead_s / before.away_s if away.ends and before.away_s else 0.0
-    at_home = len(home.ends), home.load(home_ahead)
-    return paces(costs, layout, at_home, (len(away.ends), away.load(away_ahead)))
+def _courses(known: Known, now: Course) -> Iterator[Course]:
+    most = _num_startable(known)
+    if not most and not known.away:
+        return
+    # All for whom there is room, half of them, … one.
+    numbers = [most >> i for i in range(most.bit_length())]
+    if known.away and most:
+        for number in numbers:
+            yield replace(now, num_away=number)
+    for layout in Layout:
+        if known.away and layout is now.layout:
+            continue
+        for number in (0, most) if known.away else numbers:
+            yield Course(layout, number, now.home_is_open)
+    if known.waiting:
+        for layout in Layout:
+            yield Course(layout, most, not now.home_is_open)
+
+
+def _num_startable(known: Known) -> int:
+    """Return how many of the waiting sequences R-workers have room for at once."""
+    places = known.most_running - len(known.home) - len(known.away)
+    side = _Side((), known.away_free)
+    for work in known.waiting[: max(0, places)]:
+        if work.num_blocks > side.max_free:
+            break
+        side.add(work)
+    return len(side.ends)

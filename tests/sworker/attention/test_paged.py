@@ -125,10 +125,9 @@ def most_off(step: CachedSequences) -> Array:
 
 @pytest.mark.parametrize("spread", [1.0, 6.0], ids=["flat", "sharp"])
 def test_either_side_is_as_exact_as_it_is_said_to_be(spread: float) -> None:
-    """Both hold the same bits. The device multiplies them by queries as they
-    are, and an R-worker by queries and weights that it has rounded: that
-    accounts for all that it is off, and so for tokens that fall otherwise on
-    one side than on the other."""
+    """Both hold the same bits. The device multiplies them by queries as they are, and an R-worker
+    by queries and weights that it has rounded: that accounts for all that it is off, and so for
+    tokens that fall otherwise on one side than on the other."""
     step = CachedSequences(
         OF_BOTH, [n - 1 for n in LENGTHS], [1] * len(LENGTHS), block_size=64, kv_dtype=DType.INT8
     )

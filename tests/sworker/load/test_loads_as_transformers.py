@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from attention_cases import ReferenceAttention
 from checkpoints import FAMILIES, oracle, prompts
 from weight_files import Make, Tensors, copy_with, edit_config
 
 from fastdecode.core.errors import CheckpointError, UnsupportedModelError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from sworker.load.weights import load_model
-from sworker.model.reference import ReferenceAttention
 from sworker.model.skeleton import forward
 
 HEADS = {

@@ -87,7 +87,7 @@ def test_without_torch() -> None:
 import sys
 sys.modules["torch"] = None
 from fastdecode.core.errors import MissingExtraError
-from fastdecode.core.install import pip_command
+from fastdecode.core.errors import pip_command
 try:
     import sworker.load.weights
 except MissingExtraError as error:

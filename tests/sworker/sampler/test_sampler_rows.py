@@ -12,10 +12,10 @@ import torch
 from sampling_rows import V, make_state
 
 from fastdecode.core.errors import RequestError
-from fastdecode.core.sequence import SamplingParams
+from fastdecode.core.sequence import SamplingParams, validate_for_vocab
 from sworker import buffers
-from sworker.sampling.groups import FEW_ELEMENTS
-from sworker.sampling.sampler import SamplingState, draw, sample, validate_for_vocab
+from sworker.sampling.sampler import SamplingState, draw, sample
+from sworker.sampling.weights import FEW_ELEMENTS
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -11,9 +11,9 @@ from sampling_rows import V, make_state
 from transformers import NoBadWordsLogitsProcessor
 
 from fastdecode.core.errors import RequestError
-from fastdecode.core.sequence import SamplingParams
+from fastdecode.core.sequence import SamplingParams, validate_for_vocab
 from sworker.sampling.penalties import adjust
-from sworker.sampling.sampler import SamplingState, sample, validate_for_vocab
+from sworker.sampling.sampler import SamplingState, sample
 from sworker.sampling.token_masks import mask_logits, packed
 
 
