@@ -1,8 +1,7 @@
 """The NumPy twin of every kernel: same signature, same meaning, no speed. The tests compare the
 two.
 
-Quantised caches are exact here in the sense that the twin reads the very same quantised words.
-"""
+Quantised caches are exact here in the sense that the twin reads the very same quantised words."""
 
 from __future__ import annotations
 

@@ -2,17 +2,16 @@
 # Compiled functions, and what emits their instructions: their types are not Python's.
 """A team of threads that runs the units of one call at a time, and never needs the GIL for it.
 
-Its helpers are Python threads that enter compiled code once and stay there: they spin for a
-little while, then sleep on a futex. The caller publishes a call, works on it like everybody else
-(units are claimed one by one from a shared counter), closes the call when no unit is left, and
-waits for the helpers that are still at work; a helper that hasn't woken up by then is not waited
-for. OpenMP would do as much, but its runtime isn't on every host, and Numba's own fallback aborts
-when two Python threads call at once.
+Its helpers are Python threads that enter compiled code once and stay there: they spin for a little
+while, then sleep on a futex. The caller publishes a call, works on it like everybody else (units
+are claimed one by one from a shared counter), closes the call when no unit is left, and waits for
+the helpers that are still at work; a helper that hasn't woken up by then is not waited for. OpenMP
+would do as much, but its runtime isn't on every host, and Numba's own fallback aborts when two
+Python threads call at once.
 
 Where the calling thread runs OpenMP regions of somebody else's between our calls (torch's matrix
 products), two sets of threads would spin on the same cores. There an ``OpenMPTeam`` has the
-threads of that runtime run the units.
-"""
+threads of that runtime run the units."""
 
 from __future__ import annotations
 

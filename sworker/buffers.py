@@ -90,14 +90,10 @@ Shipment: TypeAlias = tuple[Activations, Activations, Activations]
 class Share:
     """The rows of a step that one holder is sent."""
 
-    queries: slice
-    """Whose q; its o comes back."""
-    closed: tuple[NDArray[np.int64], ...]
-    """Whose q comes behind those."""
-    rows: slice
-    """Whose k and v."""
-    answered: slice
-    """Of the queries, those whose o is what comes back, and nothing else."""
+    queries: slice  # whose q; its o comes back
+    closed: tuple[NDArray[np.int64], ...]  # whose q comes behind those
+    rows: slice  # whose k and v
+    answered: slice  # of the queries, those whose o is what comes back, and nothing else
 
 
 class _Copied:
@@ -136,8 +132,7 @@ class Staged(_Copied):
 class Staging:
     """One lane's way to R-workers and back where the device is the host."""
 
-    is_home = True
-    """Whether what arrives is where it belongs."""
+    is_home = True  # whether what arrives is where it belongs
 
     def __init__(self) -> None:
         self._o = Room(host_memory)
@@ -325,12 +320,9 @@ class Fetch:
 class Feed:
     """Drawn tokens that a step embeds before the host knows them, for some of its rows."""
 
-    tokens: Tensor
-    """int64 [B], on the device."""
-    sources: NDArray[np.int64]
-    """[K] which of them."""
-    rows: NDArray[np.int64]
-    """[K] for which rows of the step."""
+    tokens: Tensor  # int64 [B], on the device
+    sources: NDArray[np.int64]  # [K] which of them
+    rows: NDArray[np.int64]  # [K] for which rows of the step
 
     def put_into(self, token_ids: Tensor, upload: Callable[[Tensor], Tensor]) -> None:
         """Where they belong among a step's token ids, int64 [T], on the

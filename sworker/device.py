@@ -38,8 +38,7 @@ if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > available_c
 _STAGED_BYTES = 64 << 10
 """Of memory that isn't pinned, CUDA takes so many to itself at once, without a
 wait for what is queued before."""
-_PORTABLE = 1
-"""Pinned for every device: cudaHostRegisterPortable."""
+_PORTABLE = 1  # pinned for every device: cudaHostRegisterPortable
 _OLDEST_TORCH = (2, 7)
 """On CUDA. Before, each replay of a graph fills two tensors for random numbers
 first, also where the graph draws none (pytorch #143777)."""
@@ -231,8 +230,7 @@ class Gpu:
         """Return True if the device copies from there on its own.
 
         It is pinned memory, or messages' buffers, which then become that. Whoever has it copied
-        keeps the array until that is done.
-        """
+        keeps the array until that is done."""
         pages = pages_of(array)
         return pages is not None and (pages.unpin is not None or self._memory.register(pages))
 

@@ -1,5 +1,5 @@
-"""S-steps without launch overhead: a lane's rows in fixed memory, padded to a bucket, each unit
-of work a CUDA graph.
+"""S-steps without launch overhead: a lane's rows in fixed memory, padded to a bucket, each unit of
+work a CUDA graph.
 
 A **unit** is what the S-worker does between two attentions: unit 0 embeds and runs the first
 layer's ``pre_attention``; unit i runs ``post_attention`` of layer i - 1 and ``pre_attention`` of
@@ -8,13 +8,12 @@ lane's buffers, so a graph that was captured once is right for every later step 
 Rows are independent: what stands in the padding changes nobody's result but the shape of the
 matrix products, whose rounding may depend on it.
 
-Graphs are captured before the first step, for all lanes that there may ever be and as many rows
-as each may have, the largest first, so that they share memory. None is captured later, when a
-request would wait for it. Units that have no graph run without.
+Graphs are captured before the first step, for all lanes that there may ever be and as many rows as
+each may have, the largest first, so that they share memory. None is captured later, when a request
+would wait for it. Units that have no graph run without.
 
 Without capture, as on a CPU, the same code runs the units as they are; that is how it is tested
-there.
-"""
+there."""
 
 from __future__ import annotations
 
@@ -38,10 +37,8 @@ from sworker.model.skeleton import LayerRoom, Model
 
 logger = logging.getLogger(__name__)
 
-MAX_GRAPH_ROWS = 512
-"""Beyond so many rows a layer computes for longer than its launches take."""
-MAX_GRAPHS = 4096
-"""Each takes some of the device's memory, and a moment to capture."""
+MAX_GRAPH_ROWS = 512  # beyond so many rows a layer computes for longer than its launches take
+MAX_GRAPHS = 4096  # each takes some of the device's memory, and a moment to capture
 _CHOICES = ((8, 1), (4, 1), (2, 1), (1, 1), (1, 8))
 """Of ``Buckets.parts`` and ``Buckets.least``, the finest first."""
 
@@ -50,12 +47,9 @@ _CHOICES = ((8, 1), (4, 1), (2, 1), (1, 1), (1, 8))
 class LaneGraphs:
     """What is captured for one lane."""
 
-    max_rows: int
-    """Its steps of more rows run without graphs, or there are none."""
-    num_graphs: int
-    """For each bucket."""
-    num_kernels: int = 0
-    """In all graphs of a bucket together."""
+    max_rows: int  # its steps of more rows run without graphs, or there are none
+    num_graphs: int  # for each bucket
+    num_kernels: int = 0  # in all graphs of a bucket together
 
 
 @dataclass(frozen=True)
@@ -65,8 +59,7 @@ class Buckets:
     rows apart. Up to 64 rows or more a layer is bound by reading its weights, so
     padding costs nothing; beyond, less than one part in ``parts``."""
 
-    max_rows: int = MAX_GRAPH_ROWS
-    """Steps of more rows aren't padded."""
+    max_rows: int = MAX_GRAPH_ROWS  # steps of more rows aren't padded
     parts: int = 8
     least: int = 1
 

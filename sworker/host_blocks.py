@@ -1,9 +1,8 @@
 """Room in the host's memory for blocks of a KV cache on a device.
 
-All copies are queued where the device's other work is: each sees what was written
-before it, and what comes after sees what it wrote. Nothing on the host waits for them.
-Memory that CUDA knows (pinned) is copied at the speed of the bus.
-"""
+All copies are queued where the device's other work is: each sees what was written before it, and
+what comes after sees what it wrote. Nothing on the host waits for them. Memory that CUDA knows
+(pinned) is copied at the speed of the bus."""
 
 from __future__ import annotations
 

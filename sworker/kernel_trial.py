@@ -22,10 +22,8 @@ value."""
 _INT8_ERROR = 1e-2
 """With a cache of int8, at the least: a value at the middle between two whole numbers may be
 rounded to either, a step of 1/127."""
-_LONG = 1000
-"""Tokens of the longest context: enough for several splits, which are merged."""
-CHUNK_TOKENS = 20
-"""Tokens of a later prompt chunk."""
+_LONG = 1000  # tokens of the longest context: enough for several splits, which are merged
+CHUNK_TOKENS = 20  # tokens of a later prompt chunk
 
 
 def refusal(

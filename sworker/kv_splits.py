@@ -1,12 +1,11 @@
 """How attention over cached tokens is divided among a GPU's programs: by length.
 
-A **query tile** is one decoded token, or a few tokens of a prompt chunk that follow each other.
-It sees a range of its sequence's tokens, and that range is cut into **pieces** of like length. A
+A **query tile** is one decoded token, or a few tokens of a prompt chunk that follow each other. It
+sees a range of its sequence's tokens, and that range is cut into **pieces** of like length. A
 program takes one piece and one KV head; pieces of one query tile are merged by their log-sum-exp.
 No piece is longer than an equal share of all work (or than ``MIN_UNITS``, below which a merge
-costs more than it gives), so that one long sequence among short ones is spread over the whole
-GPU. The longest pieces come first: a GPU hands programs out in order, as its multiprocessors fall
-free.
+costs more than it gives), so that one long sequence among short ones is spread over the whole GPU.
+The longest pieces come first: a GPU hands programs out in order, as its multiprocessors fall free.
 
 The list lies in one array of a size that doesn't depend on lengths, so that a CUDA graph can read
 it from fixed memory. After FlashInfer's plan (arXiv 2501.01005) and stream-K (arXiv 2301.03598).
@@ -34,8 +33,7 @@ sequence's place in the tables, first and past-the-last key, first row of partia
 MERGE_FIELDS = 4
 """First row of q, number of tokens (0: there is no such merge), first row of partial
 results, number of pieces. Piece i's token j is in row first + i · tokens + j."""
-IS_WHOLE = -1
-"""A query tile in one piece writes its result, and is not merged."""
+IS_WHOLE = -1  # A query tile in one piece writes its result, and is not merged
 
 Ints: TypeAlias = NDArray[np.int32] | NDArray[np.int64]
 
@@ -44,13 +42,11 @@ Ints: TypeAlias = NDArray[np.int32] | NDArray[np.int64]
 class QueryTiles:
     """What attends: arrays [N], one entry a query tile."""
 
-    rows: Ints
-    """First row of q."""
+    rows: Ints  # first row of q
     num_tokens: Ints
     positions: Ints
     """Of the first token. Token j sees the tokens up to positions + j."""
-    tables: Ints
-    """Its sequence's place in the block tables."""
+    tables: Ints  # its sequence's place in the block tables
 
 
 @dataclass(frozen=True)

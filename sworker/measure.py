@@ -1,10 +1,9 @@
-"""Measures the S-part of a model on its device: one layer over batch sizes, the
-rest of a step, and whole prompts.
+"""Measures the S-part of a model on its device: one layer over batch sizes, the rest of a step,
+and whole prompts.
 
-Attention is left out of decode steps, where it isn't the S-worker's, and is
-part of the prompts, which are asked for where it is. What the model computes
-from doesn't matter here: tokens are drawn, attention's output is zeros.
-"""
+Attention is left out of decode steps, where it isn't the S-worker's, and is part of the prompts,
+which are asked for where it is. What the model computes from doesn't matter here: tokens are
+drawn, attention's output is zeros."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ WARM_UP = 2
 COLD = 16
 """Steps of the first size that are run before it is measured: some of them choose kernels and
 start threads, and take up to 20 times as long."""
-POSITION = 128
-"""Of every decoded token; any one will do."""
+POSITION = 128  # of every decoded token; any one will do
 
 
 @dataclass(frozen=True)

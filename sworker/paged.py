@@ -87,8 +87,7 @@ class Prompt:
     slots: Tensor  # int64 [L]; L = rows for a first chunk
 
 
-NOWHERE = -1
-"""In place of a slot, for rows that aren't stored."""
+NOWHERE = -1  # in place of a slot, for rows that aren't stored
 
 
 Window: TypeAlias = int | None
@@ -117,10 +116,8 @@ class PagedStep:
     context_lens: Tensor  # int32 [N] tokens that each decoded row sees, its own included
     context_lens_host: NDArray[np.int32]  # [N]
     later: tuple[Prompt, ...]
-    first_rows: slice
-    """Of all first chunks, one after another."""
-    first_starts: tuple[int, ...]
-    """First row of each, relative to ``first_rows``."""
+    first_rows: slice  # of all first chunks, one after another
+    first_starts: tuple[int, ...]  # first row of each, relative to ``first_rows``
     decode_splits: dict[Window, Splits] = field(default_factory=dict)
     chunk_work: dict[Window, ChunkWork] = field(default_factory=dict)
     """Made by the first layer that needs them."""
@@ -569,12 +566,11 @@ def _attend_group(
     slopes: Tensor | None,
     lse: Tensor | None,
 ) -> Tensor:
-    """q [n, Hkv, G, D], k and v [n, Hkv, c, D], hidden and ahead (key - query)
-    [n, c] → [n, Hkv, G, D], and lse [n, Hkv, G] where it is wanted.
+    """q [n, Hkv, G, D], k and v [n, Hkv, c, D], hidden and ahead (key - query) [n, c] → [n, Hkv,
+    G, D], and lse [n, Hkv, G] where it is wanted.
 
-    A KV head's group of query heads takes the place of the queries: GQA without
-    copies, and a mask for all of them.
-    """
+    A KV head's group of query heads takes the place of the queries: GQA without copies, and a mask
+    for all of them."""
     if slopes is None and spec.logit_softcap is None and lse is None:
         visible = ~hidden[:, None, None]  # [n, 1, 1, c]
         return F.scaled_dot_product_attention(

@@ -90,8 +90,6 @@ class StepInputs:
     """What a step begins with that attends on the S-worker's own device."""
 
     lane: int
-    rows: Tensor
-    """Token ids and positions, int64 [2, T], on the host."""
+    rows: Tensor  # token ids and positions, int64 [2, T], on the host
     tables: StepTables
-    x: Tensor | None = None
-    """[T, hidden] of the stage before, on the host, in place of token ids."""
+    x: Tensor | None = None  # [T, hidden] of the stage before, on the host, in place of token ids

@@ -1,11 +1,10 @@
-"""Decode steps whose KV is on the same device: from the embedding to the last
-layer one CUDA graph, or a few, and no Python a layer.
+"""Decode steps whose KV is on the same device: from the embedding to the last layer one CUDA
+graph, or a few, and no Python a layer.
 
-A graph is right for every later step of so many rows, since all that differs
-lies in fixed memory: a lane's token ids and positions, and here the slots,
-block tables and lengths of its rows, and how their work is divided. Rows that fill up a
-bucket store nothing, and see one token of the first row's sequence.
-"""
+A graph is right for every later step of so many rows, since all that differs lies in fixed memory:
+a lane's token ids and positions, and here the slots, block tables and lengths of its rows, and how
+their work is divided. Rows that fill up a bucket store nothing, and see one token of the first
+row's sequence."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ from sworker.worker import AttendLayer, Pass, SWorker
 
 _WHOLE, _FIRST_SLICE = -1, -2
 """A step, or its first slice, in place of a unit; other slices are behind, downwards."""
-SLICE_LAYERS = 4
-"""So much of a step that other lanes wait little, and that a graph costs little."""
+SLICE_LAYERS = 4  # so much of a step that other lanes wait little, and that a graph costs little
 _WHAT = "a whole decode step"
 
 

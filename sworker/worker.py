@@ -5,8 +5,7 @@ A ``Pass`` is one step's way through the layers, cut where attention is somebody
 ``advance`` runs ``post_attention`` of one layer and ``pre_attention`` of the next as one unit of
 work (an S-step). Several passes can be under way at once; which of them goes on is the caller's
 affair. On a GPU nothing here waits for the device: units are queued, and results are tensors that
-will be there.
-"""
+will be there."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ class SWorker:
         for lane in range(num_lanes):
             self._fetch(lane)
 
-    feeds = True
-    """Whether a step may begin with tokens that only the device knows."""
+    feeds = True  # whether a step may begin with tokens that only the device knows
 
     def begin(
         self, rows: Tensor, lane: int = 0, feed: Feed | None = None, x: Tensor | None = None
@@ -201,8 +199,7 @@ class Pass:
     q: Tensor  # [T, Hq, D]
     k: Tensor  # [T, Hkv, D]
     v: Tensor  # [T, Hkv, D]
-    is_over = False
-    """All layers are done: nobody calls ``advance`` any more."""
+    is_over = False  # all layers are done: nobody calls ``advance`` any more
     attended_s: Callable[[], float] | None = None
     """Seconds of attention within what the device is timed for."""
     place: Tensor | None = None

@@ -2,12 +2,11 @@
 # Compiled functions, and what emits their instructions: their types are not Python's.
 """Vectors as first-class values in Numba: the building blocks of the kernels.
 
-A ``Tile`` is rows x vectors of float32 (or int32) that live in registers between the statements
-of a kernel; tiles of floats know ``+ - * /``. A **column** is a tile of one vector for each query
-row of the kernel. Kernels take a ``Variant`` as their first argument. Addresses are plain int64.
+A ``Tile`` is rows x vectors of float32 (or int32) that live in registers between the statements of
+a kernel; tiles of floats know ``+ - * /``. A **column** is a tile of one vector for each query row
+of the kernel. Kernels take a ``Variant`` as their first argument. Addresses are plain int64.
 Everything is emitted as LLVM IR, so it compiles for every target; only the names that begin with
-``llvm.x86`` need a feature.
-"""
+``llvm.x86`` need a feature."""
 
 from __future__ import annotations
 

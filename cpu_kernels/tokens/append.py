@@ -3,10 +3,9 @@
 """Writing tokens' K and V into their blocks, quantised where the cache is, or as they were read
 out of others.
 
-A token's K is a column: one cell in every row of its block's K; its V is one element in every
-cell of a row. What isn't a stored row yet becomes one first, token by token; stored rows are
-written in runs. Units are KV heads, so that no two threads ever write to the same cell.
-"""
+A token's K is a column: one cell in every row of its block's K; its V is one element in every cell
+of a row. What isn't a stored row yet becomes one first, token by token; stored rows are written in
+runs. Units are KV heads, so that no two threads ever write to the same cell."""
 
 from __future__ import annotations
 

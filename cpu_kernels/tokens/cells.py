@@ -3,8 +3,7 @@
 """Stored rows and cells, 16 tokens or dims at a time.
 
 A word of a stored row of K is a cell of K, so 16 tokens' rows of words are turned into 16 rows of
-cells, or back. Of V's cells a token's share is cut out, or put in.
-"""
+cells, or back. Of V's cells a token's share is cut out, or put in."""
 
 from __future__ import annotations
 

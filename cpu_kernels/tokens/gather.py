@@ -2,8 +2,7 @@
 # Compiled functions, and what emits their instructions: their types are not Python's.
 """Reading tokens' K and V out of their blocks, as they are stored: the inverse of ``append``.
 
-Units are a head's ``UNIT_TOKENS`` tokens: no two write to the same row.
-"""
+Units are a head's ``UNIT_TOKENS`` tokens: no two write to the same row."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 # Compiled functions, and what emits their instructions: their types are not Python's.
 """What ``append`` and ``gather`` share: the fields of a call, its checks, and where a token lies.
 
-Consecutive tokens of a block, a **run**, are moved together.
-"""
+Consecutive tokens of a block, a **run**, are moved together."""
 
 from __future__ import annotations
 

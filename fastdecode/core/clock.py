@@ -10,5 +10,4 @@ Clock: TypeAlias = Callable[[], float]
 
 Who decides by time (deadlines, give-ups, controls, time-outs of a fleet) is given its clock, so
 that simulations run the same code on one of their own. Who only measures reads
-``time.perf_counter`` himself: what is told of a run is real time.
-"""
+``time.perf_counter`` himself: what is told of a run is real time. """

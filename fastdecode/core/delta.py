@@ -213,11 +213,10 @@ class DeltaQueue:
         self._wakes.put(None)
 
     def take(self, timeout_s: float | None = None) -> list[Delta]:
-        """Wait until there is something, at most so long; one delta a sequence,
-        a sequence's in order.
+        """Wait until there is something, at most so long; one delta a sequence, a sequence's in
+        order.
 
-        An interrupt (Ctrl-C) ends the wait; the next call goes on.
-        """
+        An interrupt (Ctrl-C) ends the wait; the next call goes on."""
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         taken = self._swap()
         while not taken:

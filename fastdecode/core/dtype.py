@@ -1,8 +1,7 @@
 """Element types of weights, activations and the KV cache.
 
-NumPy has no bfloat16 and Numba has no float16 on CPUs, so outside torch a 16-bit float travels
-and rests as its bits in ``uint16``; the ``DType`` beside the array says how to read them.
-"""
+NumPy has no bfloat16 and Numba has no float16 on CPUs, so outside torch a 16-bit float travels and
+rests as its bits in ``uint16``; the ``DType`` beside the array says how to read them."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 
 A **holder** is a cache, not a process: an R-worker may serve several, and one may move to another
 R-worker. What a holder keeps of a sequence is a **part**: consecutive tokens, all of them where
-the sequence is whole. The parts of a sequence together are its **residence**. All but the one
-that grows are **closed**. What another engine's R-workers offer of one are its **sources**.
-"""
+the sequence is whole. The parts of a sequence together are its **residence**. All but the one that
+grows are **closed**. What another engine's R-workers offer of one are its **sources**."""
 
 from __future__ import annotations
 

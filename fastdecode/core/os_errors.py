@@ -32,8 +32,7 @@ _UNKNOWN_HOST: Final = "check the host's name, or give its IP address"
 def explained(error: OSError) -> str:
     """The system's reason and what to do about it, to go behind ``can't …: ``.
 
-    Without a number (a library's own words) there is no mend to name.
-    """
+    Without a number (a library's own words) there is no mend to name."""
     if isinstance(error, socket.gaierror):
         return f"{error.strerror}: {_UNKNOWN_HOST}"
     if error.errno is None:

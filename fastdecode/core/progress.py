@@ -199,8 +199,7 @@ class Progress:
     def remaining_s(self) -> float | None:
         """Seconds until all is done, at the pace so far. None until a unit is done.
 
-        Units that run count as half done.
-        """
+        Units that run count as half done."""
         done, left = self._done - self._done_before, self._total - self._done
         if left <= 0:
             return 0.0

@@ -1,8 +1,7 @@
 """Requests, their sampling parameters, and what comes back.
 
-A **request** is what a user asks; it becomes ``n`` **sequences** (its tokens
-and their state), each of which becomes one ``Completion``.
-"""
+A **request** is what a user asks; it becomes ``n`` **sequences** (its tokens and their state),
+each of which becomes one ``Completion``."""
 
 from __future__ import annotations
 
@@ -575,8 +574,7 @@ class Sequence:
     A sequence is always continued the same way: run the tokens that aren't cached yet, and once
     all are, draw the next one. So a first prefill, a chunk of one, a decode step (one token to
     run) and a recomputation after the cache was lost (prompt and generated tokens to run) are the
-    same thing to everyone.
-    """
+    same thing to everyone."""
 
     sequence_id: SequenceId
     request: Request
@@ -606,9 +604,8 @@ class Sequence:
     def token_ids(self) -> list[int]:
         """The prompt, then what was generated; its last may be ``COMING``.
 
-        A list of its own from the first use on: thousands of sequences may
-        wait, whose tokens the request keeps. Ask ``num_tokens`` of those.
-        """
+        A list of its own from the first use on: thousands of sequences may wait, whose tokens the
+        request keeps. Ask ``num_tokens`` of those."""
         return [*self.request.prompt_token_ids, *self.request.drawn.get(self.index, ())]
 
     @property

@@ -3,8 +3,7 @@
 R-workers know no model names. One ``AttentionSpec`` a layer and one ``KVSpec`` for the cache say
 everything that append-then-attend depends on; they travel once, when an S-worker greets an
 R-worker. RoPE and q/k norms belong to the S-part and have left their mark on q and k before those
-travel; ALiBi, windows and soft-caps belong to the R-part.
-"""
+travel; ALiBi, windows and soft-caps belong to the R-part."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ class AttentionSpec:
 
     The query at position p sees the keys j with ``p - sliding_window < j <= p`` (no lower bound
     without a window). ``f(s) = logit_softcap · tanh(s / logit_softcap)``; the ALiBi bias is
-    ``alibi_slopes[h] · (j - p)``.
-    """
+    ``alibi_slopes[h] · (j - p)``."""
 
     num_q_heads: int
     num_kv_heads: int

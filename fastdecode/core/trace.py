@@ -2,8 +2,7 @@
 
 All times are ``time.perf_counter()`` of the S-worker's host, in seconds. The engine's one thread
 calls these methods in the order in which it learns of things; they must be cheap and must not
-raise.
-"""
+raise."""
 
 from __future__ import annotations
 

@@ -5,13 +5,12 @@ does of a job. For CPUs with ``vdpbf16ps``.
 
 No weight is packed. Where an expert has few rows (8), each is multiplied with 32 weights at a
 time. Where it has more, they are the lanes of vectors: rows are packed, [K / 2, vectors, 16]
-pairs, and each pair of weights is multiplied with all of them; results have the same form, so
-that the gate packs what it writes.
+pairs, and each pair of weights is multiplied with all of them; results have the same form, so that
+the gate packs what it writes.
 
 A row's sum depends on nothing else in the batch but on whether its expert has more than 8 rows.
 All compiled code is in this file, in ``row_loops`` and in two of ``cpu_kernels.codegen``: what is
-kept of it on disk is kept under a name that tells their content.
-"""
+kept of it on disk is kept under a name that tells their content."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ from sworker.kernels.row_loops import claim, exp, narrow, pointer_to, widen
     SLOTS, PLACES, GROUPS, BLOCKS, X, ROWS, X_ROW, OUT, WEIGHT, BIAS, SIZE_IN, SIZE_OUT, GATE,
     NUM_GROUPS, NUM_BLOCKS, NUM_VECTORS, NUM_FIELDS,
 ) = range(27)  # fmt: skip
-NUMBERS = 8 * NUM_FIELDS
-"""Where the gate's limit and alpha are, float64."""
+NUMBERS = 8 * NUM_FIELDS  # where the gate's limit and alpha are, float64
 NEXT = 256
 JOB_BYTES = 320
 PLAN, PACK, UP, DOWN, SUM = range(5)
@@ -59,18 +57,14 @@ PLAN, PACK, UP, DOWN, SUM = range(5)
 SILU, GELU_TANH, CLAMPED, SILU_CLAMPED = range(4)
 """Gates."""
 LANES = 16
-BLOCK_VECTORS = 4
-"""Of rows that are multiplied at once, at most."""
-FEW_ROWS = 8
-"""An expert with so many rows or fewer has each multiplied for itself."""
-PANEL = 48
-"""Weight rows whose results are stored together."""
+BLOCK_VECTORS = 4  # of rows that are multiplied at once, at most
+FEW_ROWS = 8  # an expert with so many rows or fewer has each multiplied for itself
+PANEL = 48  # weight rows whose results are stored together
 _PANEL_BYTES = PANEL * BLOCK_VECTORS * LANES * 4
 GROUP_FIELDS, BLOCK_FIELDS = 3, 4
 _EXPERT, _FIRST_BLOCK, _LAST_BLOCK = range(3)  # of a group
 _FIRST_SLOT, _COUNT, _VECTORS, _OFFSET = range(4)  # of a block
-SUM_ROWS = 8
-"""Rows of a unit of the sum."""
+SUM_ROWS = 8  # rows of a unit of the sum
 
 
 # --- instructions

@@ -4,9 +4,8 @@ runtime take one by one.
 
 torch multiplies one expert's rows after the other's: each product packs its factors anew and is
 divided among all threads, which for 64 rows takes as long as multiplying. Here threads divide
-experts and parts of their outputs among themselves, and no weight is packed (``expert_loops``).
-On CPUs with tiles (AMX) torch's products are faster, and stay.
-"""
+experts and parts of their outputs among themselves, and no weight is packed (``expert_loops``). On
+CPUs with tiles (AMX) torch's products are faster, and stay."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ from sworker.kernels.fused_numba import ELEMENTS_ALONE, ThreadJob, parallel_regi
 from sworker.model.linear import ACTIVATIONS
 from sworker.model.moe import ExpertLinear, Experts
 
-_ALIGNED: Final = 32
-"""Of which hidden and inner dims must be multiples."""
+_ALIGNED: Final = 32  # of which hidden and inner dims must be multiples
 _GROUP_BYTES: Final = 512 << 10
 """Of packed rows for which an expert's weights are read once: they stay in a
 core's second cache."""

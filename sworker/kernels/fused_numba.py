@@ -1,11 +1,10 @@
-"""Parts of a layer between its matrix products, each as one pass over memory,
-on a CPU. The same functions as in ``fused_triton``, and the same rounding.
+"""Parts of a layer between its matrix products, each as one pass over memory, on a CPU. The same
+functions as in ``fused_triton``, and the same rounding.
 
-torch takes two to ten operators for each of them, which for a prompt's
-thousands of rows move several times the bytes, and for a few decoded rows cost
-more to start than to run. Rows are dealt out to the threads of torch's own
-OpenMP runtime, which are awake, as they have just run a matrix product.
-"""
+torch takes two to ten operators for each of them, which for a prompt's thousands of rows move
+several times the bytes, and for a few decoded rows cost more to start than to run. Rows are dealt
+out to the threads of torch's own OpenMP runtime, which are awake, as they have just run a matrix
+product."""
 
 from __future__ import annotations
 
@@ -31,10 +30,8 @@ from sworker.kernels.row_loops import (
 from sworker.kernels.threads import openmp_library
 from sworker.model.skeleton import QKV
 
-ELEMENTS_ALONE: Final = 3 << 14
-"""Fewer than so many aren't worth a second thread."""
-_ELEMENTS_AT_ONCE: Final = 1 << 13
-"""That a thread takes at a time."""
+ELEMENTS_ALONE: Final = 3 << 14  # fewer than so many aren't worth a second thread
+_ELEMENTS_AT_ONCE: Final = 1 << 13  # that a thread takes at a time
 _JOB: Final = Struct(f"<{NUM_FIELDS}q2d{NEXT - 8 * (NUM_FIELDS + 2)}xq")
 
 

@@ -9,8 +9,7 @@ rounded before it is multiplied.
 No sum is fused with a product, which costs nothing beside the memory's time: versions of Triton
 differ in what they do when nobody says.
 
-Runs on CUDA; with TRITON_INTERPRET=1, which tests set, on a CPU too.
-"""
+Runs on CUDA; with TRITON_INTERPRET=1, which tests set, on a CPU too."""
 
 from __future__ import annotations
 
@@ -21,10 +20,8 @@ import triton  # type: ignore[import-not-found]  # not there on a CPU
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
-_HEADS = 16
-"""Heads of a program."""
-_ELEMENTS = 1024
-"""Outputs of a program."""
+_HEADS = 16  # heads of a program
+_ELEMENTS = 1024  # outputs of a program
 
 
 @triton.jit(do_not_specialize=["num_heads"])  # type: ignore[untyped-decorator]

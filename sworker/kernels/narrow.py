@@ -1,9 +1,8 @@
 """16-bit weights on a CPU that has no products of them: they keep their 16 bits in memory, and are
 widened in registers by the product that reads them (``narrow_loops``).
 
-A step of few rows reads half of what float32 weights take. A step of many rows widens each
-weight once for six rows, which costs no time beside their products.
-"""
+A step of few rows reads half of what float32 weights take. A step of many rows widens each weight
+once for six rows, which costs no time beside their products."""
 
 from __future__ import annotations
 

@@ -2,14 +2,13 @@
 # All of this runs inside Numba's type inference and code generation, whose types are not Python's.
 """Compiled products of float32 rows and weights of 16 bits, for ``narrow``: what one thread does.
 
-Weights lie in panels: [panels, K, 2 · lanes] elements, zeros past the last weight row. Of a
-panel of bfloat16 a line of K holds pairs: weight row j in the lower half of lane j, row lanes + j
-in the upper half. So a shift and a mask widen them.
+Weights lie in panels: [panels, K, 2 · lanes] elements, zeros past the last weight row. Of a panel
+of bfloat16 a line of K holds pairs: weight row j in the lower half of lane j, row lanes + j in the
+upper half. So a shift and a mask widen them.
 
 A tile is 1 to 6 rows and one panel or more, with its sums in registers. A sum begins with the
 bias, and adds its K products one after the other, fused: each result depends on its row and its
-weight row alone, to the bit, however rows are cut into tiles.
-"""
+weight row alone, to the bit, however rows are cut into tiles."""
 
 from __future__ import annotations
 
@@ -47,14 +46,12 @@ from sworker.kernels.row_loops import claim, pointer_to
 NEXT = 128
 JOB_BYTES = 192
 LANES = default_level().lanes
-PANEL = 2 * LANES
-"""Weight rows that lie together."""
+PANEL = 2 * LANES  # weight rows that lie together
 _TILE_ROWS = 6
 _DEPTH = 1024
 """Elements of K that all tiles of a unit's rows run through before the next: a panel's part stays
 in the first cache or the second."""
-_AHEAD = 2048
-"""Bytes of weights."""
+_AHEAD = 2048  # bytes of weights
 
 
 def _widened(builder, address, is_half):

@@ -1,12 +1,11 @@
 """Weights in the order in which a CPU's matrix kernels read them.
 
-oneDNN's kernels read weights in tiles. Given rows, they put them in order at every call, which
-for a small batch takes as long as the product; in float32, torch doesn't even call them. So on a
-CPU every weight is put in order once, and kept so instead of as rows.
+oneDNN's kernels read weights in tiles. Given rows, they put them in order at every call, which for
+a small batch takes as long as the product; in float32, torch doesn't even call them. So on a CPU
+every weight is put in order once, and kept so instead of as rows.
 
 In float32, products of packed weights were not seen to depend on how many rows are multiplied at
-once, to the bit.
-"""
+once, to the bit."""
 
 from __future__ import annotations
 

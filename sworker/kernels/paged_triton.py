@@ -1,13 +1,12 @@
 """Attention over KV blocks where they lie, in Triton: flash decoding over a block table, for
 decoded tokens and for prompt chunks alike.
 
-A program takes one KV head (all of its group's query heads at once, so that K and V are read
-once) and one **piece**: a few query tokens, and a part of what they see. Pieces are dealt out by
-length (``sworker.kv_splits``); those of the same queries are merged by their log-sum-exp. Tao Dao
-et al., "Flash-Decoding for long-context inference" (2023); Kwon et al., "PagedAttention" (2023).
+A program takes one KV head (all of its group's query heads at once, so that K and V are read once)
+and one **piece**: a few query tokens, and a part of what they see. Pieces are dealt out by length
+(``sworker.kv_splits``); those of the same queries are merged by their log-sum-exp. Tao Dao et al.,
+"Flash-Decoding for long-context inference" (2023); Kwon et al., "PagedAttention" (2023).
 
-Runs on CUDA; with TRITON_INTERPRET=1, which tests set, on a CPU too.
-"""
+Runs on CUDA; with TRITON_INTERPRET=1, which tests set, on a CPU too."""
 
 from __future__ import annotations
 
@@ -96,14 +95,13 @@ def _attend(  # type: ignore[no-untyped-def]
     HAS_WINDOW: tl.constexpr, ONE_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """q [T, Hq, D], keys and values [slots, Hkv, D], of int8 with scales [slots, Hkv] → o
-    [T, Hq, D] of pieces that are all that their queries see, else parts [R, Hq, D] and lse
-    (base 2) [R, Hq], float32.
+    """q [T, Hq, D], keys and values [slots, Hkv, D], of int8 with scales [slots, Hkv] → o [T, Hq,
+    D] of pieces that are all that their queries see, else parts [R, Hq, D] and lse (base 2) [R,
+    Hq], float32.
 
-    Grid (Hkv, pieces). Row m of the M of a program is token m // G, query head m % G.
-    ``TOKENS`` of 1: decoded tokens, whose places ``context_lens`` says. ``sharpness`` is
-    2 / softcap, base 2. ``HAS_LSE``: of those, all_lse [T, Hq], natural log, is written, too.
-    """
+    Grid (Hkv, pieces). Row m of the M of a program is token m // G, query head m % G. ``TOKENS``
+    of 1: decoded tokens, whose places ``context_lens`` says. ``sharpness`` is 2 / softcap, base 2.
+    ``HAS_LSE``: of those, all_lse [T, Hq], natural log, is written, too."""
     head = tl.program_id(0)
     piece = pieces + tl.program_id(1) * _FIELDS
     num_tokens = tl.load(piece + 1)

@@ -3,8 +3,7 @@
 """Compiled loops over the rows of a tensor, for ``fused_numba``: what one thread does of a job.
 
 A tensor of float32 is read as it is; one of bfloat16 as the bits, uint16. Loops are compiled for
-each of both when they are first needed. A row's result depends on that row alone, to the bit.
-"""
+each of both when they are first needed. A row's result depends on that row alone, to the bit."""
 
 from __future__ import annotations
 

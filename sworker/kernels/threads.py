@@ -7,8 +7,7 @@ step can take ten times as long: there threads should sleep almost at once.
 
 GNU's runtime reads how long its threads spin when it is loaded, and then knows two lengths: one
 for as many threads as there are cores or fewer, and a very short one for more. ``SpareThreads``
-makes it count more threads than cores.
-"""
+makes it count more threads than cores."""
 
 from __future__ import annotations
 
@@ -29,26 +28,22 @@ from fastdecode.core.clock import Clock
 
 logger = logging.getLogger(__name__)
 
-WINDOW_S: Final = 0.1
-"""Seconds between two looks."""
+WINDOW_S: Final = 0.1  # seconds between two looks
 MANY_WAIT: Final = 0.42
 """Seconds that threads waited for a core, in each second of two windows in a
 row, from which the cores count as wanted by others. Measured on two cores: 0.25
 to 0.36 beside a neighbour that takes half of one, where spinning still gains; 0.52
 to 0.8 beside one that takes all it can get, with the brake and without."""
-FEW_WAIT: Final = 0.35
-"""Below which they count as free again."""
+FEW_WAIT: Final = 0.35  # below which they count as free again
 FIRST_HOLD_S: Final = 1.0
 """Seconds for which the brake stays on at first, then it is tried without. A thread that
 sleeps and wakes can share a core with the thread that wakes it, and wait for that one:
 with the brake on, waiting alone doesn't tell of others."""
-LONGEST_HOLD_S: Final = 16.0
-"""What doubling comes to, as long as it is found to be needed."""
+LONGEST_HOLD_S: Final = 16.0  # what doubling comes to, as long as it is found to be needed
 _TASKS: Final = Path("/proc/self/task")
 _NAMES = ("libgomp", "libiomp5", "libomp")
 _MAPS = Path("/proc/self/maps")
-_SOFT: Final = 1
-"""``omp_pause_soft``: the runtime keeps its settings."""
+_SOFT: Final = 1  # ``omp_pause_soft``: the runtime keeps its settings
 
 
 class IdleThreads:
@@ -191,13 +186,12 @@ def _pause() -> Callable[[int], int] | None:
 
 
 def end_own_threads() -> bool:
-    """End the threads that have run parallel regions of the calling thread, if the
-    runtime is GNU's; the next region starts new ones. Returns whether it was done.
+    """End the threads that have run parallel regions of the calling thread, if the runtime is
+    GNU's; the next region starts new ones. Returns whether it was done.
 
-    Each thread that runs regions has threads of its own, and the runtime counts them
-    all. Where they are more than there are cores, idle threads sleep at once, so that
-    each region of a step has to wake its threads. A script that has used torch once
-    would slow down an engine that computes in another thread.
-    """
+    Each thread that runs regions has threads of its own, and the runtime counts them all. Where
+    they are more than there are cores, idle threads sleep at once, so that each region of a step
+    has to wake its threads. A script that has used torch once would slow down an engine that
+    computes in another thread."""
     pause = _pause()
     return pause is not None and pause(_SOFT) == 0

@@ -1,8 +1,7 @@
 """From codes and scales to weights: one formula for every format.
 
-``weight[r, c] = (value(code[r, c]) - zero[block]) · scale[block]``, computed in float32
-and rounded to the dtype that is asked for. See
-``fastdecode.core.model.tensor_entry`` for the formats.
+``weight[r, c] = (value(code[r, c]) - zero[block]) · scale[block]``, computed in float32 and
+rounded to the dtype that is asked for. See ``fastdecode.core.model.tensor_entry`` for the formats.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ class _Blocks:
     encoding: Encoding
     scales: Tensor
     zeros: Tensor | None
-    index: Tensor | None
-    """[inputs]: the block of each."""
+    index: Tensor | None  # [inputs]: the block of each
 
     def scale(self, values: Tensor, rows: range) -> Tensor:
         """The weights of some rows, from their codes' values; in place.

@@ -1,9 +1,8 @@
 """Scales of keys beside large biases, for KV caches in int8 and int4.
 
-Such a cache has one scale per token and head, so a pair of dims with a large bias (Qwen2,
-Qwen2.5) leaves few steps for all others. Rotation turns a pair as a whole: dividing it in k by
-a power of two and multiplying it in q leaves every product of q and k as it is, bit for bit.
-"""
+Such a cache has one scale per token and head, so a pair of dims with a large bias (Qwen2, Qwen2.5)
+leaves few steps for all others. Rotation turns a pair as a whole: dividing it in k by a power of
+two and multiplying it in q leaves every product of q and k as it is, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ from sworker.model.skeleton import Layer, Model
 
 logger = logging.getLogger(__name__)
 
-_DEVIATIONS = 3.0
-"""Standard deviations of a key beside its bias that its scale has room for."""
+_DEVIATIONS = 3.0  # standard deviations of a key beside its bias that its scale has room for
 _MOST_EXPONENT = 14
 
 
@@ -26,8 +24,7 @@ def even_out_keys(model: Model, kv_dtype: DType) -> None:
     """Divide the pairs of k whose bias outweighs all else by powers of two, and multiply q's.
 
     A layer whose weights cannot take that exactly, as in float16, stays as it is. What is lost
-    nevertheless is a warning.
-    """
+    nevertheless is a warning."""
     spec, num_uneven = model.spec, 0
     if not spec.qkv_bias or spec.qk_norm != "none" or spec.qkv_clip is not None:
         return

@@ -23,13 +23,12 @@ _MAX_OPEN_FILES = 16
 
 
 class TensorReader:
-    """Reads tensors into a buffer. Quantised ones come out decoded: a caller sees names and
-    shapes of weights, not formats.
+    """Reads tensors into a buffer. Quantised ones come out decoded: a caller sees names and shapes
+    of weights, not formats.
 
     One buffer for all: an allocator may keep freed blocks of a tensor's size, which would take a
-    second tensor's room. For a device there are two, pinned: one is filled while the device
-    copies from the other. Files stay open until ``close``: some checkpoints hold 40,000 tensors.
-    """
+    second tensor's room. For a device there are two, pinned: one is filled while the device copies
+    from the other. Files stay open until ``close``: some checkpoints hold 40,000 tensors."""
 
     def __init__(
         self, entries: Iterable[TensorEntry], dtype: torch.dtype, gpu: Gpu | None = None

@@ -2,8 +2,7 @@
 
 Modules are built without storage. Then tensors stream from disk in their order there, one at a
 time and decoded where they are quantised, straight to their place on the device. So the peak is
-the model's own size and the largest tensor's, and every name and shape is checked before.
-"""
+the model's own size and the largest tensor's, and every name and shape is checked before."""
 
 from __future__ import annotations
 
@@ -202,10 +201,8 @@ class _Part:
     """One of the checkpoint's modules that one of ours is made of."""
 
     source: Source
-    index: int = 0
-    """Which of the fused projections, counted from 0."""
-    expert: int | None = None
-    """Whose; None: everybody's."""
+    index: int = 0  # which of the fused projections, counted from 0
+    expert: int | None = None  # whose; None: everybody's
 
 
 @dataclass(frozen=True)
@@ -213,25 +210,21 @@ class _Placement:
     """One tensor on disk and the rows of our parameter that it fills."""
 
     entry: TensorEntry
-    module: str
-    """Its path in the model."""
+    module: str  # its path in the model
     parameter: str
     part: _Part
-    num_sources: int
-    """Fused projections that the parameter is made of."""
+    num_sources: int  # fused projections that the parameter is made of
     layout: Layout
     order: tuple[int, ...] | None
     """Of a head's dims as we have them, where the checkpoint has another."""
-    heads: _Heads | None
-    """Where the checkpoint has fewer than we do."""
+    heads: _Heads | None  # where the checkpoint has fewer than we do
 
 
 @dataclass(frozen=True)
 class _Heads:
     """Query heads of one layer, if others have more."""
 
-    axis: int
-    """Of a matrix, along which they lie."""
+    axis: int  # of a matrix, along which they lie
     num: int
 
 

@@ -105,15 +105,12 @@ class Sinks(nn.Module):
 class Gated(nn.Module):
     """What has a projection to gate and up, fused, gate first.
 
-    ``gated``: the gate is act(gate(x)) · up(x).
-    """
+    ``gated``: the gate is act(gate(x)) · up(x)."""
 
     act: Callable[[Tensor], Tensor]
     gated: bool
-    up: Any
-    """Its ``splits`` are gate and up."""
-    limit: float = 0.0
-    """Of act(gate(x)) and of up(x); 0: none."""
+    up: Any  # its ``splits`` are gate and up
+    limit: float = 0.0  # of act(gate(x)) and of up(x); 0: none
     gate_kernel: Callable[[Tensor], Tensor] | None = None
     """What a device may have in place of ``_gate``. That itself, kept here, would be a cycle:
     weights would outlive their model until the garbage collector comes."""

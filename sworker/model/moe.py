@@ -3,8 +3,7 @@
 Rows are sorted by expert, multiplied group by group, put back in order and summed over each row's
 experts in the order in which the router chose them. On a CPU, and where a device has no grouped
 product for the dtype, the groups are a loop, for which the host must know their sizes; on CUDA in
-bfloat16 nothing waits for the device.
-"""
+bfloat16 nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ Products = Callable[["ExpertLinear", "ExpertLinear", Tensor, Tensor, Tensor], Te
 """(up, down, x [T, hidden], experts int64 [T, k], weights [T, k]) → each row's
 weighted sum, [T, hidden]. Experts elsewhere have the number after the last one's."""
 
-_ALIGNMENT = 16
-"""Bytes of which grouped products want every stride to be a multiple."""
+_ALIGNMENT = 16  # bytes of which grouped products want every stride to be a multiple
 _MANY_ROWS = 32
 """Of an expert. Measured on a Zen 5 with 2 threads: at 64 rows 597 GFLOP/s with
 the weights first and 464 with them last in bfloat16, 172 and 159 in float32;
@@ -132,8 +130,7 @@ class ExpertLinear(nn.Module):
     """
 
     bias: nn.Parameter | None
-    is_packed = False
-    """True if ``forward`` is the only product, for any number of rows."""
+    is_packed = False  # True if ``forward`` is the only product, for any number of rows
 
     def __init__(self, experts: range, in_size: int, splits: tuple[int, ...], bias: bool) -> None:
         super().__init__()

@@ -32,9 +32,8 @@ class QueryGrowth(nn.Module):
 class RotaryTable(nn.Module):
     """Turns the first dims of every head by angles looked up by position.
 
-    The table is float32 [max_len, 2 · num_frequencies]: cos, then sin. It isn't
-    a weight; ``fill`` makes it on the device where the weights will be.
-    """
+    The table is float32 [max_len, 2 · num_frequencies]: cos, then sin. It isn't a weight; ``fill``
+    makes it on the device where the weights will be."""
 
     table: Tensor
 

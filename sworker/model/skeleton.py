@@ -6,8 +6,7 @@ where the KV cache is, is the caller's affair: ``forward`` takes it as a paramet
 lie on one flat axis [T], whatever sequences they belong to.
 
 Nothing here waits for the device or depends on the data, so the halves can be captured in CUDA
-graphs.
-"""
+graphs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The S-workers that act as one: how they meet, what they exchange, how they part.
 
-What is announced travels over gloo on the host, what is computed over the device's own
-collectives (NCCL on CUDA).
-"""
+What is announced travels over gloo on the host, what is computed over the device's own collectives
+(NCCL on CUDA)."""
 
 from __future__ import annotations
 
@@ -25,10 +24,8 @@ STOP, BEGIN, ADVANCE, LOGITS, COME_HOME, KEEP_KV, RUN = range(7)
 KEEP_ON_HOST, STORE_BLOCKS, FETCH_BLOCKS = range(7, 10)
 SWAP_LANES, ENTER_LANE, LEAVE_LANE, PREFETCH_LANE = range(10, 14)
 """What rank 0 may order."""
-JOINING_TIMEOUT_S = 600.0
-"""Until all ranks have come to the meeting place."""
-PATIENCE_S = 300.0
-"""How long a rank may keep another one waiting in the middle of a step."""
+JOINING_TIMEOUT_S = 600.0  # until all ranks have come to the meeting place
+PATIENCE_S = 300.0  # how long a rank may keep another one waiting in the middle of a step
 _PARTING_TIMEOUT = datetime.timedelta(seconds=10)
 _FOREVER = datetime.timedelta(days=365)
 """Between two steps nobody knows how long it takes."""

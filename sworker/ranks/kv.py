@@ -1,10 +1,9 @@
-"""K and V of S-workers that act as one, each of which keeps its own heads on its device:
-what rank 0 does with its memory, the ranks behind it do with theirs.
+"""K and V of S-workers that act as one, each of which keeps its own heads on its device: what rank
+0 does with its memory, the ranks behind it do with theirs.
 
-Rank 0's R-worker decides for all: its blocks, lanes and slots in the host's memory have
-the same numbers on every rank. Each call is announced before rank 0 does it, so all ranks
-queue the same copies between the same steps.
-"""
+Rank 0's R-worker decides for all: its blocks, lanes and slots in the host's memory have the same
+numbers on every rank. Each call is announced before rank 0 does it, so all ranks queue the same
+copies between the same steps."""
 
 from __future__ import annotations
 

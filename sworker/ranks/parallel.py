@@ -142,8 +142,7 @@ class GatheredPass(ParallelPass):
 class ParallelSWorker(SWorker):
     """Rank 0's S-worker. ``spec`` is the whole model's; ``model`` this rank's part of it.
 
-    Every method raises WorkerError if another rank is lost.
-    """
+    Every method raises WorkerError if another rank is lost."""
 
     def __init__(
         self,
@@ -156,8 +155,7 @@ class ParallelSWorker(SWorker):
         super().__init__(spec, model, ranks.device, graphs, num_lanes=num_lanes)
         self.ranks = ranks
 
-    feeds = False
-    """Other ranks are told a step's tokens by the host."""
+    feeds = False  # other ranks are told a step's tokens by the host
 
     def begin(
         self, rows: Tensor, lane: int = 0, feed: Feed | None = None, x: Tensor | None = None

@@ -21,10 +21,8 @@ from sworker.ranks.sharding import Shard
 
 logger = logging.getLogger(__name__)
 
-_LAST_WORDS_S = 2.0
-"""A connection may break some time before its process has ended."""
-_STUCK_S = 30.0
-"""How long collectives on a GPU may take to notice that they were aborted."""
+_LAST_WORDS_S = 2.0  # A connection may break some time before its process has ended
+_STUCK_S = 30.0  # how long collectives on a GPU may take to notice that they were aborted
 
 
 class PeerWatch:
@@ -88,8 +86,7 @@ class Peers:
     device: torch.device
     data: dist.ProcessGroup
     patience_s: float
-    stuck: threading.Timer | None = None
-    """Ends this process if it doesn't ``close`` in time."""
+    stuck: threading.Timer | None = None  # ends this process if it doesn't ``close`` in time
     _watch: PeerWatch | None = None
     _out_of_step: bool = False
     """A step broke off in the middle: some rank waits for what will never come, or hangs itself."""

@@ -6,8 +6,7 @@ its share of the heads, of the MLP's inner dims, of the experts or of the dims i
 the vocabulary. ``parallelize`` then exchanges the modules whose results are partial sums:
 attention's output projection and the MLP's second one (Megatron-LM's row-parallel layers, Shoeybi
 et al., arXiv 1909.08053) and the token embedding; a block of experts sums once, at its end.
-Everything else works on whole hidden states, the same on every rank.
-"""
+Everything else works on whole hidden states, the same on every rank."""
 
 from __future__ import annotations
 

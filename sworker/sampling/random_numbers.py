@@ -6,9 +6,8 @@ which of the draw's numbers it is. No generator is kept, so nothing has to be sa
 sent, and a draw is the same in any batch and when it is made again after a suspension.
 
 The function is SplitMix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators",
-OOPSLA 2014): additions, shifts and multiplications of 64-bit integers, which give the same bits
-in NumPy, in torch and on a GPU. Philox would serve too, at several times the operations a number.
-"""
+OOPSLA 2014): additions, shifts and multiplications of 64-bit integers, which give the same bits in
+NumPy, in torch and on a GPU. Philox would serve too, at several times the operations a number."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-GAMMA = np.uint64(0x9E3779B97F4A7C15)
-"""SplitMix64's increment: 2^64 / golden ratio, made odd."""
+GAMMA = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment: 2^64 / golden ratio, made odd
 
 Words = TypeVar("Words", Tensor, NDArray[np.int64])
 """int64 of either library, which stand for 64 bits without a sign."""
@@ -56,13 +54,12 @@ def mixed(x: int) -> int:
 
 
 def exponentials(keys: Tensor, count: int) -> Tensor:
-    """Exponentially distributed numbers of mean 1: ``-log(uniform)``, where the
-    uniform is one of 2^52 equally spaced numbers, neither 0 nor 1.
+    """Exponentially distributed numbers of mean 1: ``-log(uniform)``, where the uniform is one of
+    2^52 equally spaced numbers, neither 0 nor 1.
 
-    keys int64 [n, 1] → float64 [n, count], on the keys' device, positive and
-    finite. Number c of a key is made of output c of the generator that starts
-    at the key. Devices differ in the last bit of the logarithm at most.
-    """
+    keys int64 [n, 1] → float64 [n, count], on the keys' device, positive and finite. Number c of a
+    key is made of output c of the generator that starts at the key. Devices differ in the last bit
+    of the logarithm at most."""
     if keys.device.type == "cpu":  # NumPy takes a third of torch's time here
         return torch.from_numpy(exponentials_in_numpy(keys.numpy(), count))
     return exponentials_in_torch(keys, count)

@@ -11,8 +11,7 @@ number of its own, groups first.
 
 The last bits of logits differ with the way a model is run (chunks, parts, lanes). A draw changes
 only where its two best are as close as that, or where a token that wins the race was within that
-of the edge less the tie. What was measured, and the alternatives: docs/sampling.md.
-"""
+of the edge less the tie. What was measured, and the alternatives: docs/sampling.md."""
 
 from __future__ import annotations
 
@@ -40,18 +39,15 @@ from sworker.sampling.weights import (
     logprobs_of,
 )
 
-NON_FINITE = "non_finite_logits"
-"""The error code of a row that holds NaN or Inf."""
+NON_FINITE = "non_finite_logits"  # the error code of a row that holds NaN or Inf
 
 
 class SampledToken(NamedTuple):
     """What one row gave: a token, or the error that this row alone met. A tuple,
     since there are many in every step."""
 
-    token_id: int
-    """-1 if there is an error."""
-    logprob: TokenLogprob | None = None
-    """None unless the request asked for logprobs."""
+    token_id: int  # -1 if there is an error
+    logprob: TokenLogprob | None = None  # None unless the request asked for logprobs
     error: RequestError | None = None
 
 

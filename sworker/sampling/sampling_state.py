@@ -14,8 +14,7 @@ from fastdecode.core.sequence import SamplingParams
 from sworker.sampling.random_numbers import GAMMA, mix, mixed
 from sworker.sampling.token_masks import BadWords, packed
 
-_FEW_KEYS = 8
-"""So few are made sooner without arrays."""
+_FEW_KEYS = 8  # so few are made sooner without arrays
 _GAMMA = int(GAMMA)
 _MASK = (1 << 64) - 1
 
@@ -31,11 +30,9 @@ class History:
 class Grammar(Protocol):
     """What a sequence's text must be, as the sampler sees it."""
 
-    error: RequestError | None
-    """Why it can't be followed; its mask allows nothing then."""
+    error: RequestError | None  # why it can't be followed; its mask allows nothing then
 
-    is_complete: bool
-    """Nothing but EOS may follow."""
+    is_complete: bool  # nothing but EOS may follow
 
     def observe(self, token_id: int) -> None:
         """A token was appended to the output."""
@@ -128,8 +125,7 @@ class SamplingState:
             self.observe(token)
 
     def mask(self) -> NDArray[np.int32] | None:
-        """The tokens that it may draw now (``token_masks``); None: all. Waits
-        until it is made."""
+        """The tokens that it may draw now (``token_masks``); None: all. Waits until it is made."""
         if self.grammar is None:
             return self.allowed
         mask = self.grammar.mask()
@@ -204,8 +200,7 @@ def draw_keys(states: Sequence[SamplingState]) -> NDArray[np.int64]:
     """One key a sequence, for the numbers of the draw that it is about to make
     (``random_numbers``). int64 [B], all 64 bits used.
 
-    A function of (seed, sample index, number of tokens generated) alone.
-    """
+    A function of (seed, sample index, number of tokens generated) alone."""
     if len(states) <= _FEW_KEYS:
         keys = [mixed(x.stream + (x.num_generated + 1) * _GAMMA & _MASK) for x in states]
         return np.array(keys, np.uint64).view(np.int64)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from sworker.buffers import to_device as upload
 
-BITS = 32
-"""Tokens of one word of a mask: token t is bit t % 32 of word t // 32."""
+BITS = 32  # tokens of one word of a mask: token t is bit t % 32 of word t // 32
 
 MAX_ELEMENTS = 1 << 24
 """Rows are masked so many logits at a time: 64 MiB of what is added to them."""

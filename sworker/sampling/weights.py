@@ -25,8 +25,7 @@ GROUP = 256
 """Tokens of a group, by id; the last one may have fewer. What is asked of a row of a
 vocabulary's width is asked of groups first, then of the members of few of them."""
 
-FEW_ELEMENTS = 1 << 16
-"""Up to this number, the greatest are found at once as quickly."""
+FEW_ELEMENTS = 1 << 16  # up to this number, the greatest are found at once as quickly
 
 
 TIE = 2.0**-12
@@ -46,8 +45,7 @@ class Controls:
     min_p_gap: Tensor  # float32: how far below the greatest logit min_p ends, -inf for nowhere
     has_min_p: bool
     has_top_p: bool
-    has_full_rows: bool
-    """Some row has no top_k, so that its top_p is of the whole row's mass."""
+    has_full_rows: bool  # some row has no top_k, so that its top_p is of the whole row's mass
 
 
 def controls_of(
@@ -106,12 +104,11 @@ def draw_truncated(
 ) -> Tensor:
     """Draw from the tokens that top_k, top_p and min_p leave.
 
-    Each keeps the tokens down to an edge, a logit; so all three keep those down
-    to the highest edge.
+    Each keeps the tokens down to an edge, a logit; so all three keep those down to the highest
+    edge.
 
-    logits [n, V] → token ids [n]; -1 where the ``num_columns`` likeliest tokens
-    weren't enough to find the edge.
-    """
+    logits [n, V] → token ids [n]; -1 where the ``num_columns`` likeliest tokens weren't enough to
+    find the edge."""
     vocab_size = logits.shape[1]
     weights = weights_of(logits, greatest, controls.rate, vocab_size)
     values = greatest_values(logits, num_columns)  # [n, C], descending
@@ -136,12 +133,11 @@ def draw_truncated(
 def _top_p_edge(
     values: Tensor, weights: Tensor, greatest: Tensor, controls: Controls
 ) -> tuple[Tensor, Tensor]:
-    """The logit of the token with which the likeliest reach top_p of the mass
-    that top_k leaves: of the k likeliest, or of all.
+    """The logit of the token with which the likeliest reach top_p of the mass that top_k leaves:
+    of the k likeliest, or of all.
 
-    values [n, C], descending; weights [n, V] → float32 [n, 1], and whether it
-    is among the values, bool [n, 1].
-    """
+    values [n, C], descending; weights [n, V] → float32 [n, 1], and whether it is among the values,
+    bool [n, 1]."""
     num_columns = values.shape[1]
     listed = weights_of(values, greatest, controls.rate, weights.shape[1]).double()  # [n, C]
     has_top_k = controls.top_k > 0
@@ -166,13 +162,12 @@ def _keep(weights: Tensor, logits: Tensor, edge: Tensor) -> None:
 def _race(weights: Tensor, keys: Tensor) -> Tensor:
     """Draw a token with a probability in proportion to its weight.
 
-    Of all groups the one is taken whose mass divided by an exponentially
-    distributed number is greatest, and then one of its tokens likewise: the arg
-    max of log weight + Gumbel noise, without the logarithms.
+    Of all groups the one is taken whose mass divided by an exponentially distributed number is
+    greatest, and then one of its tokens likewise: the arg max of log weight + Gumbel noise,
+    without the logarithms.
 
-    float32 [n, V], keys int64 [n, 1] → int64 [n]. Of a row without any weight,
-    or of NaNs, any token.
-    """
+    float32 [n, V], keys int64 [n, 1] → int64 [n]. Of a row without any weight, or of NaNs, any
+    token."""
     vocab_size = weights.shape[1]
     num = num_groups(vocab_size)
     noise = exponentials(keys, num + GROUP)
@@ -203,12 +198,11 @@ def scale_of(vocab_size: int) -> float:
 
 
 def weights_of(logits: Tensor, greatest: Tensor, rate: Tensor | float, vocab_size: int) -> Tensor:
-    """exp((logits - greatest) · rate) as fixed-point weights: whole numbers.
-    [n, C], [n, 1] → float32 [n, C].
+    """exp((logits - greatest) · rate) as fixed-point weights: whole numbers. [n, C], [n, 1] →
+    float32 [n, C].
 
-    Not exp2, though it takes a quarter of the time on a CPU: its last bit
-    depends on where in memory a number is.
-    """
+    Not exp2, though it takes a quarter of the time on a CPU: its last bit depends on where in
+    memory a number is."""
     scaled = (logits - greatest).mul_(rate)
     return scaled.exp_().mul_(scale_of(vocab_size)).round_()
 
@@ -217,8 +211,7 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
     """Ids of the greatest logits, descending, equals by ascending id. [n, V] → int64 [n, count].
 
     Order and id are packed into one integer key, so no two keys are equal and every algorithm
-    gives the same answer.
-    """
+    gives the same answer."""
     vocab_size = logits.shape[1]
     bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes one zero of two
     bits ^= (bits >> 31).bitwise_and_(0x7FFF_FFFF)
@@ -231,9 +224,8 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
 def logprobs_of(logits: Tensor, greatest: Tensor, tokens: Tensor, count: int) -> Tensor:
     """Log-probabilities of the drawn and of the likeliest tokens.
 
-    logits [m, V], greatest and tokens [m, 1] → float64 [m, 2 + 2 · count]: the
-    token's logprob and rank (1: none is likelier), ids, their logprobs.
-    """
+    logits [m, V], greatest and tokens [m, 1] → float64 [m, 2 + 2 · count]: the token's logprob and
+    rank (1: none is likelier), ids, their logprobs."""
     vocab_size = logits.shape[1]
     weights = weights_of(logits, greatest, 1.0, vocab_size)
     total = group_sums(weights).sum(dim=-1, keepdim=True)
@@ -267,8 +259,7 @@ def group_sums(rows: Tensor) -> Tensor:
 def members(rows: Tensor, groups: Tensor, fill: float) -> Tensor:
     """The values of these groups' tokens, in order of id.
 
-    rows [n, V], groups int64 [n, m] → [n, m · GROUP]; ``fill`` in place of
-    tokens beyond the last.
+    rows [n, V], groups int64 [n, m] → [n, m · GROUP]; ``fill`` in place of tokens beyond the last.
     """
     vocab_size = rows.shape[1]
     ids = groups[:, :, None] * GROUP + torch.arange(GROUP, device=rows.device)

@@ -50,8 +50,7 @@ NUM_SLOTS = 2
 MAX_RUNS = 4
 """Blocks side by side are copied run by run, by the device's copy engine, where
 there are so few runs."""
-SCATTERED_BYTES = 32 << 20
-"""Bytes of blocks that are gathered at a time."""
+SCATTERED_BYTES = 32 << 20  # bytes of blocks that are gathered at a time
 Blocks: TypeAlias = NDArray[np.int64]
 """Names of blocks, ascending, none twice."""
 
@@ -61,8 +60,7 @@ class Slot:
     """The device's room for one lane."""
 
     cache: PagedKV
-    staging: Room
-    """On the host, for what was stored."""
+    staging: Room  # on the host, for what was stored
     lane: int | None = None
     is_here: NDArray[np.bool_] = field(init=False)
     """By block, whether the slot has what the host has, or more."""
@@ -70,8 +68,7 @@ class Slot:
     """Of those, what was copied in and no step has seen."""
     arrived: list[Event | None] = field(init=False)
     """When copies in of each layer are done. None if they are."""
-    gathered: Event | None = None
-    """When what was stored has been read."""
+    gathered: Event | None = None  # when what was stored has been read
     leaving: Staged | None = None
     """What is in ``staging``, until it has its place; another lane's, perhaps."""
 

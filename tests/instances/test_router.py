@@ -41,7 +41,7 @@ def answer(request: Request, index: int) -> list[int]:
 
 class Scripted(EngineClient):
     """An instance. Text is a letter a token, of which
-    the last is held back until the next is there."""
+    the last is held back until the next comes."""
 
     def __init__(self, name: str, role: InstanceRole, *, num_tokens: int = 16 * BLOCK_SIZE) -> None:
         super().__init__(name, lambda message: None, WELCOME, replace(WELCOME, role=role))
@@ -144,7 +144,7 @@ class World:
             self.cancelled.add(name)
 
     def turn(self, rng: random.Random) -> bool:
-        """Some instance says something; False: none has anything to say."""
+        """Let an instance speak. False: None has anything to say."""
         every = (*self.prefill, *self.decode)
         able = [x for x in every if x.broken is None and x.stranded is None and x.asked]
         rng.shuffle(able)
@@ -165,7 +165,7 @@ class World:
         self.router.arrived(instance, instance.fail(WorkerError(f"{instance.name} is lost")))
 
     def strand(self, instance: Scripted) -> None:
-        """It has no R-worker left, and lives."""
+        """An instance loses its last R-worker, and lives."""
         instance.stranded = WorkerError("no R-worker is left")
         self.router.lost(instance)
 
@@ -174,7 +174,7 @@ class World:
         self.router.came_back()
 
     def check(self) -> None:
-        """All that weren't cancelled have said what they would say anyway."""
+        """Requests without a cancel give the outputs of an undisturbed run."""
         for name, request in self.requests.items():
             whole = [answer(request, index) for index in range(request.params.n)]
             for index, tokens in enumerate(whole):
@@ -335,8 +335,8 @@ def test_whoever_has_both_roles_is_given_whole_requests_while_it_has_room() -> N
 
 @pytest.mark.parametrize("seed", range(40))
 def test_who_keeps_prompts_lets_others_be_bound(seed: int) -> None:
-    """A large request leaves no room; as soon as it is over, many small ones are
-    kept at once, though they were more than a batch of prompts."""
+    """A large request leaves no room. At its end the instance keeps many small ones at once,
+    though their prompts are more than a batch."""
     rng, world = random.Random(seed), World(1, 1)
     both = Scripted("b", InstanceRole.BOTH, num_tokens=40 * BLOCK_SIZE)
     world.prefill, world.decode = [], [both]
@@ -405,7 +405,7 @@ def test_what_cannot_be_prefilled_or_fetched_is_run_where_it_is_decoded() -> Non
 
 @pytest.mark.parametrize("code", [CANCELLED, "not_finite"])
 def test_a_request_fails_once_each_instance_has_failed_it(code: str) -> None:
-    """Nobody has cancelled it: that its instance says so is an error like others."""
+    """An instance that calls a running request cancelled gives an error."""
     rng, world = random.Random(3), World(1, 1)
     world.submit("a", rng)
     world.submit("b", rng)

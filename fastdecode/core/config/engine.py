@@ -201,8 +201,7 @@ class EngineConfig:
         """Return the options with ``prompt_pp`` as instances of an MPI job's ranks.
 
         Prompts have an R-worker a stage, or KV is on the devices. The other R-workers are of the
-        stages of ``pp``.
-        """
+        stages of ``pp``."""
         prompt_pp, pp, tp = self.s_part.prompt_pp, self.s_part.pp, self.s_part.tp
         if not prompt_pp:
             return self

@@ -3,8 +3,7 @@
 ``FEATURES`` are switches of an engine, each turned on by one option. ``CONTRADICTIONS`` and
 ``NOT_YET`` are the pairs that an engine refuses, with the reason. ``TRIPLES`` work in pairs alone.
 Everything else is accepted. ``EngineConfig`` checks the tables, ``fastdecode doctor --features``
-and ``docs/reference/features.md`` print them.
-"""
+and ``docs/reference/features.md`` print them."""
 
 from __future__ import annotations
 

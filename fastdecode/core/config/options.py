@@ -1,9 +1,8 @@
 """Options: fields of frozen dataclasses that a user may set, declared once.
 
-A field declares its default, what it is for, and its limits. ``check_options`` checks
-values against them. The command line draws its options from them (``cli.options.add_options``).
-``group_options`` sorts the options of ``LLM(model, **options)`` into groups.
-"""
+A field declares its default, what it is for, and its limits. ``check_options`` checks values
+against them. The command line draws its options from them (``cli.options.add_options``).
+``group_options`` sorts the options of ``LLM(model, **options)`` into groups."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 With a variable of ``BINDING_VARIABLES`` set, an OpenMP runtime that importing torch loads binds
 the importing thread to one CPU, and threads and processes that it starts inherit that. So
-importing the package notes the CPUs before, and ``release_cpus`` gives them back.
-"""
+importing the package notes the CPUs before, and ``release_cpus`` gives them back."""
 
 from __future__ import annotations
 

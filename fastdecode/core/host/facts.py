@@ -30,17 +30,13 @@ class HostFacts:
     host: str
     versions: tuple[str, ...]
     """"python 3.11.2", "numpy 2.1.0", …"""
-    mpi: str
-    """Name and version of the MPI library that is loaded."""
-    cpus: tuple[int, ...]
-    """That this process may use."""
+    mpi: str  # name and version of the MPI library that is loaded
+    cpus: tuple[int, ...]  # that this process may use
     num_host_cpus: int
     numa_cpus: tuple[str, ...]
     """By NUMA node, as "0-15,32-47"; empty for a number that no node has."""
-    huge_pages: str
-    """Transparent ones: always, madvise or never."""
-    free_bytes: int
-    """Memory that this process may still take."""
+    huge_pages: str  # transparent ones: always, madvise or never
+    free_bytes: int  # memory that this process may still take
     interfaces: tuple[str, ...]
     """Network interfaces that are up, with an address: "eth0 10.0.0.1"."""
 

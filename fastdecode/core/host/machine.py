@@ -1,7 +1,6 @@
 """The machine that this process runs on, in words and numbers, for what is measured on it.
 
-The S-part imports this module and runs without psutil, which only its functions need.
-"""
+The S-part imports this module and runs without psutil, which only its functions need."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
 """How an OpenMP runtime's idle threads wait: they spin for a moment, then sleep.
 
-Left alone, GNU's spin for 5 to 15 ms after every parallel region and Intel's
-for 200. Where anything else wants the cores, such as an R-worker in another
-process, a thread that spins takes whole time slices from the one it waits for:
-so a bound is set. An engine that computes in one thread alone spins for longer,
-and watches whether others want the cores (``sworker.kernels.threads``).
-Runtimes read their variables when they are loaded, which importing torch does.
-"""
+Left alone, GNU's spin for 5 to 15 ms after every parallel region and Intel's for 200. Where
+anything else wants the cores, such as an R-worker in another process, a thread that spins takes
+whole time slices from the one it waits for: so a bound is set. An engine that computes in one
+thread alone spins for longer, and watches whether others want the cores
+(``sworker.kernels.threads``). Runtimes read their variables when they are loaded, which importing
+torch does."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from typing import Final
 _SPINS: Final = {"GOMP_SPINCOUNT": "6000", "KMP_BLOCKTIME": "1"}
 """GNU's, in turns of a loop; LLVM's and Intel's, in ms. With fewer of GNU's an idle machine is
 slower, with more a busy one: measured in turns (docs/evidence/measurements.md)."""
-_LONG: Final = "300000"
-"""GNU's own default."""
+_LONG: Final = "300000"  # GNU's own default
 _POLICY: Final = "OMP_WAIT_POLICY"
 
 

@@ -42,8 +42,7 @@ class Interrupted(KeyboardInterrupt):
     """A signal asked this process to stop its work.
 
     CPython compares types for identity: after a caught KeyboardInterrupt within ``exec``, as of
-    dataclasses in an import, ``python -m`` ends by SIGINT (``pymain_run_python``).
-    """
+    dataclasses in an import, ``python -m`` ends by SIGINT (``pymain_run_python``)."""
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:

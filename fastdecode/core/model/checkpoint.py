@@ -3,8 +3,7 @@
 The safetensors layout is: the header's length (8 bytes, little endian), the header (a JSON object
 of name → dtype, shape, begin and end), the raw tensors. We read it ourselves rather than map the
 file into memory, so that the peak memory of a load is what the loader allocates and nothing else.
-Everything in a header is checked before it is used.
-"""
+Everything in a header is checked before it is used."""
 
 from __future__ import annotations
 

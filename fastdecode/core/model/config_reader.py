@@ -38,10 +38,9 @@ class ConfigReader:
     """Reads fields of ``where`` (a file's name, for messages) and refuses those that can't be
     right.
 
-    Fields have had several names over the years: every method takes all of them, newest first,
-    and reads the first that is present and not null. Every refusal is a ``CheckpointError`` that
-    names the file, the field, the value that was found and what it must be.
-    """
+    Fields have had several names over the years: every method takes all of them, newest first, and
+    reads the first that is present and not null. Every refusal is a ``CheckpointError`` that names
+    the file, the field, the value that was found and what it must be."""
 
     def __init__(self, fields: Mapping[str, object], where: str) -> None:
         self.fields = fields

@@ -1,9 +1,8 @@
-"""Every model family that runs, one row each, and the reading of
-``config.json`` by the row that fits.
+"""Every model family that runs, one row each, and the reading of ``config.json`` by the row that
+fits.
 
-A new family is a row here, most often one ``derive`` of a family like it, and
-a line in the test of families (see the guide to models).
-"""
+A new family is a row here, most often one ``derive`` of a family like it, and a line in the test
+of families (see the guide to models)."""
 
 from __future__ import annotations
 
@@ -145,10 +144,9 @@ def find_row(reader: ConfigReader) -> tuple[Row, str]:
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """One slope a head (arXiv 2108.12409, section 3): a geometric sequence for
-    a power of two heads; for other counts, the next lower power's sequence,
-    then every second entry of the next higher power's.
-    """
+    """One slope a head (arXiv 2108.12409, section 3): a geometric sequence for a power of two
+    heads; for other counts, the next lower power's sequence, then every second entry of the next
+    higher power's."""
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
     slopes += [2.0 ** (-8.0 * i / (2 * power)) for i in range(1, 2 * (num_heads - power) + 1, 2)]

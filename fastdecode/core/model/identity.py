@@ -15,8 +15,7 @@ from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
 class Identity:
     """Of an engine: with another one of these, its tokens would be others."""
 
-    dtype: DType
-    """Of weights and activations."""
+    dtype: DType  # of weights and activations
     kv_dtype: DType
     max_model_len: int
 

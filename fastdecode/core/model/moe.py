@@ -1,6 +1,5 @@
-"""A mixture of experts as numbers and flags: how a router chooses, and what an
-expert is. Needs no torch; ``sworker.model.moe`` computes it.
-"""
+"""A mixture of experts as numbers and flags: how a router chooses, and what an expert is. Needs no
+torch; ``sworker.model.moe`` computes it."""
 
 from __future__ import annotations
 
@@ -29,30 +28,19 @@ class Router:
     score: Score = "softmax"
     chosen_first: bool = False
     """Experts are chosen by their logits; only the chosen ones' are scored."""
-    wide: bool = False
-    """Logits are computed in float32 whatever the activations' dtype."""
-    groups: int = 1
-    """Into which experts are divided; a group counts as much as its two best."""
-    kept: int = 1
-    """Groups from which experts are chosen."""
-    renorm: bool = False
-    """Weights are divided by their sum,"""
-    eps: float = 0.0
-    """plus this,"""
-    floor: float = 0.0
-    """or by this, if the sum is less."""
-    scale: float = 1.0
-    """Multiplies the weights."""
-    softcap: float | None = None
-    """Logits become softcap · tanh(logit / softcap)."""
-    bias: bool = False
-    """Of the logits."""
+    wide: bool = False  # logits are computed in float32 whatever the activations' dtype
+    groups: int = 1  # into which experts are divided; a group counts as much as its two best
+    kept: int = 1  # groups from which experts are chosen
+    renorm: bool = False  # weights are divided by their sum,
+    eps: float = 0.0  # plus this,
+    floor: float = 0.0  # or by this, if the sum is less
+    scale: float = 1.0  # multiplies the weights
+    softcap: float | None = None  # logits become softcap · tanh(logit / softcap)
+    bias: bool = False  # of the logits
     correction: bool = False
     """A learned number an expert is added to its score to choose by, not to weigh by."""
-    rounded: bool = False
-    """Weights are rounded to the activations' dtype."""
-    narrow: bool = False
-    """Weights are rounded to it as soon as they are scored, too."""
+    rounded: bool = False  # weights are rounded to the activations' dtype
+    narrow: bool = False  # weights are rounded to it as soon as they are scored, too
     sorted: bool = True
     """Chosen experts come best first; otherwise in the order of an unsorted
     ``torch.topk``. The order is that of the sum over experts."""
@@ -63,30 +51,22 @@ class Moe:
     """The experts of a layer. A layer's activation is the model's."""
 
     num_experts: int
-    top_k: int
-    """Experts a token goes to."""
-    inner: int
-    """Dims inside an expert."""
+    top_k: int  # experts a token goes to
+    inner: int  # dims inside an expert
     router: Router
-    shared_inner: int = 0
-    """Dims inside the expert that sees every token; 0: there is none."""
+    shared_inner: int = 0  # dims inside the expert that sees every token; 0: there is none
     shared_gate: bool = False
     """Its output is multiplied by the sigmoid of a projection to one number."""
     shared_average: bool = False
     """The output is the mean of the routed experts' and the shared one's, not the sum."""
     gate: GateKind = "plain"
-    limit: float = 0.0
-    """Of a clamped gate."""
-    alpha: float = 1.0
-    """Of a clamped gate."""
+    limit: float = 0.0  # of a clamped gate
+    alpha: float = 1.0  # of a clamped gate
     shared_limit: float = 0.0
     """Of the shared expert's gate, which is then clamped_after; 0: it is plain."""
-    biases: bool = False
-    """Experts' projections have biases."""
-    weighs_input: bool = False
-    """A weight multiplies an expert's input, not its output."""
-    scale_after: float = 1.0
-    """Multiplies the routed experts' sum."""
+    biases: bool = False  # experts' projections have biases
+    weighs_input: bool = False  # A weight multiplies an expert's input, not its output
+    scale_after: float = 1.0  # multiplies the routed experts' sum
     held: tuple[int, int] | None = None
     """The first of the experts that a rank has, and how many; None: all."""
 

@@ -2,8 +2,7 @@
 ``sworker.load.weights``.
 
 A map goes from our module to theirs, weight and bias alike. Several names mean that their outputs
-lie one after the other in our fused module, in the order of its ``splits``.
-"""
+lie one after the other in our fused module, in the order of its ``splits``."""
 
 from __future__ import annotations
 
@@ -55,12 +54,10 @@ Names: TypeAlias = "str | tuple[str, ...] | Source | PerExpert | Either"
 class CheckpointNames:
     prefixes: tuple[str, ...]
     """Tried in order: checkpoints of the bare model lack the outermost one."""
-    layer: str
-    """Prefix of a layer, after one of ``prefixes``; {} is its number."""
+    layer: str  # prefix of a layer, after one of ``prefixes``; {} is its number
     model: Mapping[str, Names]
     layers: Mapping[str, Names]
-    head: Names = "lm_head"
-    """The output projection; never prefixed."""
+    head: Names = "lm_head"  # the output projection; never prefixed
     harmless: tuple[str, ...] = field(default=())
     """Patterns of full names that older exports contain and nobody needs:
     rotary frequencies, causal masks."""

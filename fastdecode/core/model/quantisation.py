@@ -1,9 +1,8 @@
 """What a checkpoint's config says of quantised weights.
 
-Weights are decoded while they are loaded, from whatever tensors have scales. So the config
-decides little: sizes of blocks that shapes leave open, how GPTQ and AWQ pack, and which formats
-are refused. ``size`` reads from it what a weight takes on disk.
-"""
+Weights are decoded while they are loaded, from whatever tensors have scales. So the config decides
+little: sizes of blocks that shapes leave open, how GPTQ and AWQ pack, and which formats are
+refused. ``size`` reads from it what a weight takes on disk."""
 
 from __future__ import annotations
 
@@ -76,21 +75,17 @@ class Quantisation:
 
     name: str
     """For messages, e.g. ``FP8``, ``compressed-tensors INT4``."""
-    bits: int
-    """Of a code."""
+    bits: int  # of a code
     block: tuple[int, int] | None = None
     """Output and input dims that share a scale, where shapes don't tell."""
-    scale_bits: float = 0.0
-    """Bits of scales and zero points that a weight has on average."""
-    packing: str | None = None
-    """Of ``.qweight`` tensors: AWQ or GPTQ."""
+    scale_bits: float = 0.0  # bits of scales and zero points that a weight has on average
+    packing: str | None = None  # of ``.qweight`` tensors: AWQ or GPTQ
     zero_offset: int | None = 0
     """Added to GPTQ's stored zero points. None if the codes are symmetric, and zero is the
     middle of their range."""
     skipped: tuple[str, ...] = ()
     """Patterns of modules that aren't quantised; only ``covers`` obeys them."""
-    only: tuple[str, ...] = ()
-    """Patterns of modules that are, if not all."""
+    only: tuple[str, ...] = ()  # patterns of modules that are, if not all
     layers: Mapping[str, Quantisation] = field(default_factory=dict, hash=False)
     """Of modules that are quantised in another way, by name."""
 

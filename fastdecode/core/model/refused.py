@@ -14,8 +14,7 @@ class Refused:
     """Architectures with one thing that isn't implemented."""
 
     what: str
-    models: str
-    """Names that people know them by."""
+    models: str  # names that people know them by
     architectures: tuple[str, ...]
 
 

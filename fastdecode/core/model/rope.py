@@ -49,25 +49,21 @@ class RopeSpec:
 
     ``longrope`` has two sets of factors, for texts up to the original length and for longer ones.
     A cache can't switch midway, so the model's length limit chooses once: long factors only if
-    more than the original length is asked for.
-    """
+    more than the original length is asked for."""
 
     kind: RopeKind
     theta: float
     dim: int
     """Dims of a head that turn, as the frequencies' formula has it; if odd, one more turns."""
-    original_max_len: int
-    """Tokens that the model was trained with, before scaling."""
+    original_max_len: int  # tokens that the model was trained with, before scaling
     factor: float = 1.0
-    attention_factor: float = 1.0
-    """Multiplies cos and sin."""
+    attention_factor: float = 1.0  # multiplies cos and sin
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    frequency_factors: tuple[float, ...] = ()
-    """longrope: divides each frequency."""
+    frequency_factors: tuple[float, ...] = ()  # longrope: divides each frequency
 
     @property
     def num_frequencies(self) -> int:
@@ -79,16 +75,14 @@ class RotaryRules:
     """What a family means by silence, and where it differs from others."""
 
     theta: float = 10000.0
-    partial: float = 1.0
-    """The part of a head that turns."""
+    partial: float = 1.0  # the part of a head that turns
     is_phi3: bool = False
     """Phi-3 keeps its original length beside the scaling, and calls longrope "su" or "yarn"."""
     keys: tuple[str, ...] = ()
     """Keys of the scaling that this family alone reads: ``alpha`` (``dynamic`` scaling with
     one fixed base), ``llama_4_scaling_beta``, ``mrope_section`` (sections of a head turn by
     time, height and width of an image's patch, which are the same for text)."""
-    scales_local: bool = True
-    """Whether layers with a window are scaled as others are."""
+    scales_local: bool = True  # whether layers with a window are scaled as others are
     local_theta: float | None = None
     """Of layers with a window that aren't; ``rope_local_base_freq`` has
     precedence. None: what all have."""

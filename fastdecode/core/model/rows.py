@@ -1,9 +1,8 @@
 """A family of models as a row of a table, and how a row reads ``config.json``.
 
-A row says where the family keeps each number of a ``ModelSpec``, what it means
-by silence, and what its checkpoints call their tensors. What a config asks for
-and we don't implement is refused, never ignored.
-"""
+A row says where the family keeps each number of a ``ModelSpec``, what it means by silence, and
+what its checkpoints call their tensors. What a config asks for and we don't implement is refused,
+never ignored."""
 
 from __future__ import annotations
 
@@ -130,34 +129,29 @@ _POSITIONS = integer("max_position_embeddings", high=MAX_POSITIONS)
 class Row:
     """One family. Another one like it is ``derive`` of it."""
 
-    family: str
-    """``model_type`` of ``config.json``, or of its text part."""
+    family: str  # ``model_type`` of ``config.json``, or of its text part
     architectures: tuple[str, ...]
     """The language model, and the base model that it is made of: a checkpoint
     of either is a language model's if it has an output projection or its token
     embedding is one. Models whose text part is one, too."""
     names: CheckpointNames
-    models: str = ""
-    """Names that people know them by."""
+    models: str = ""  # names that people know them by
     fields: Mapping[str, object] = field(default_factory=dict)
     """Of ``ModelSpec``: constants, or ``Read``."""
     layer_q_heads: Read[tuple[int, ...]] | None = None
     """Query heads of each layer; None: all layers have as many."""
     kv_heads: Read[int] = _QUERY_HEADS
-    head_dim: Read[int | None] = no_value
-    """None: the heads divide the hidden size."""
+    head_dim: Read[int | None] = no_value  # None: the heads divide the hidden size
     positions: Read[int] = _POSITIONS
     scale: Callable[[ConfigReader, ModelSpec, int], float] = by_root_of_head_dim
     """Of a layer's scores."""
-    window: Read[int | None] = no_value
-    """Tokens that a layer with a window sees."""
+    window: Read[int | None] = no_value  # tokens that a layer with a window sees
     slides: Read[Callable[[int], bool]] | None = None
     """Which layers have a window where ``layer_types`` is missing; None: all,
     and layers of several kinds are refused."""
     has_chunks: bool = False
     """Layers may see their chunk only; ``positions`` are one chunk's at most."""
-    softcap: Read[float | None] = no_value
-    """Of a layer's scores."""
+    softcap: Read[float | None] = no_value  # of a layer's scores
     alibi: Read[tuple[float, ...] | None] = no_value
     rotary: RotaryRules | None = None
     rotates: Callable[[ConfigReader, ModelSpec, LayerKinds], tuple[bool, ...]] | None = None

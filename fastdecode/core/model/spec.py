@@ -3,8 +3,7 @@
 Everything that builds or plans for a model (the S-part's modules, the R-part's ``AttentionSpec``,
 the cost model's sizes) starts from one ``ModelSpec``; nothing else reads ``config.json``. Which
 fields a family has, what they are called and what they default to is in
-``fastdecode.core.model.families``, which reads it.
-"""
+``fastdecode.core.model.families``, which reads it."""
 
 from __future__ import annotations
 
@@ -39,12 +38,9 @@ GateActivation: TypeAlias = Literal["sigmoid", "softplus"]
 class ModelSpec:
     """One model. Frozen, and valid if it is ``families.read_model_spec``'s; needs no torch."""
 
-    name: str
-    """For messages: usually the model's directory."""
-    family: str
-    """``model_type`` of ``config.json``."""
-    architecture: str
-    """``architectures`` of ``config.json``."""
+    name: str  # for messages: usually the model's directory
+    family: str  # ``model_type`` of ``config.json``
+    architecture: str  # ``architectures`` of ``config.json``
     dtype: DType | None
     """The dtype that the checkpoint was saved in; None: float64, in which nothing runs."""
 
@@ -57,10 +53,8 @@ class ModelSpec:
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    attention: tuple[AttentionSpec, ...]
-    """One a layer."""
-    max_model_len: int
-    """Most tokens a sequence may have, prompt and output together."""
+    attention: tuple[AttentionSpec, ...]  # one a layer
+    max_model_len: int  # most tokens a sequence may have, prompt and output together
 
     activation: Activation
     norm: NormKind
@@ -68,23 +62,16 @@ class ModelSpec:
     norm_placement: NormPlacement = "pre"
     """Of the attention and the MLP: norm before (pre), after the residual sum
     (post), before and after (sandwich), after, before the sum (branch)."""
-    norm_offset: float = 0.0
-    """Added to every norm's weight."""
-    norm_affine: bool = True
-    """False: norms have no weights."""
-    norm_bias: bool = True
-    """Of LayerNorms that have weights."""
-    shared_norm: bool = False
-    """One norm for attention and MLP, which are parallel."""
+    norm_offset: float = 0.0  # added to every norm's weight
+    norm_affine: bool = True  # False: norms have no weights
+    norm_bias: bool = True  # of LayerNorms that have weights
+    shared_norm: bool = False  # one norm for attention and MLP, which are parallel
     qk_norm: QkNorm = "none"
-    qkv_clip: float | None = None
-    """q, k and v are clamped to plus and minus this."""
+    qkv_clip: float | None = None  # q, k and v are clamped to plus and minus this
     embedding_norm: bool = False
     final_norm: bool = True
-    gated_mlp: bool = False
-    """act(gate(x)) · up(x), not act(up(x))."""
-    parallel_residual: bool = False
-    """Attention and MLP both read the layer's input."""
+    gated_mlp: bool = False  # act(gate(x)) · up(x), not act(up(x))
+    parallel_residual: bool = False  # attention and MLP both read the layer's input
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -100,24 +87,17 @@ class ModelSpec:
     """Checkpoints turn dims 2i and 2i + 1 of a head together, not i and n + i."""
     q_growth: tuple[float, int] | None = None
     """(β, n): q at position p is multiplied by 1 + β · ln(1 + ⌊p / n⌋)."""
-    ropes: tuple[RopeSpec | None, ...] = ()
-    """How each layer turns q and k; None: not at all."""
-    num_learned_positions: int = 0
-    """Rows of the learned position embedding; 0 without one."""
-    learned_position_offset: int = 0
-    """Row of position 0."""
-    embedding_scale: float = 1.0
-    """Multiplies the token embeddings."""
-    residual_scale: float = 1.0
-    """Multiplies what attention and MLP add."""
-    logit_scale: float = 1.0
-    """Multiplies the logits."""
+    ropes: tuple[RopeSpec | None, ...] = ()  # how each layer turns q and k; None: not at all
+    num_learned_positions: int = 0  # rows of the learned position embedding; 0 without one
+    learned_position_offset: int = 0  # row of position 0
+    embedding_scale: float = 1.0  # multiplies the token embeddings
+    residual_scale: float = 1.0  # multiplies what attention and MLP add
+    logit_scale: float = 1.0  # multiplies the logits
     logit_softcap: float | None = None
     layer_q_heads: tuple[int, ...] = ()
     """Query heads of each layer in checkpoints, where layers differ: every layer
     here has as many as the one with most, and the rest of them give nothing."""
-    moe: Moe | None = None
-    """The experts of the layers that have them."""
+    moe: Moe | None = None  # the experts of the layers that have them
     mlps: tuple[MlpKind, ...] = ()
     """What each layer's MLP is; empty: experts everywhere if there are any."""
     mlp_limits: tuple[float, ...] = ()
@@ -128,8 +108,7 @@ class ModelSpec:
     quantisation: Quantisation | None = None
     """How the checkpoint's weights are quantised. They are decoded while they are
     loaded: the model computes with plain numbers."""
-    tied_embeddings: bool = False
-    """The token embedding is the output projection too."""
+    tied_embeddings: bool = False  # the token embedding is the output projection too
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Any of these ends a text. Ids outside the vocabulary have been dropped:

@@ -39,28 +39,19 @@ class Format:
     """One way of storing a quantised matrix."""
 
     name: str
-    codes: str
-    """Suffix of the tensor with the codes."""
-    weight: str
-    """Suffix of the decoded tensor."""
-    scales: tuple[str, ...]
-    """Suffixes that the tensor with the scales may have."""
-    dtype: str
-    """Of the codes."""
+    codes: str  # suffix of the tensor with the codes
+    weight: str  # suffix of the decoded tensor
+    scales: tuple[str, ...]  # suffixes that the tensor with the scales may have
+    dtype: str  # of the codes
     values: Values
-    factor: str | None = None
-    """Suffix of one number that scales are multiplied with."""
-    divisor: str | None = None
-    """Suffix of one number that scales are divided by."""
-    zeros: str | None = None
-    """Suffix of the zero points."""
+    factor: str | None = None  # suffix of one number that scales are multiplied with
+    divisor: str | None = None  # suffix of one number that scales are divided by
+    zeros: str | None = None  # suffix of the zero points
     needs_zeros: bool = False
     group_index: str | None = None
     """Suffix of the tensor that names each input's scale; it may be missing."""
-    inputs_first: bool = False
-    """Codes and scales are [inputs, outputs]."""
-    packed_rows: bool = False
-    """A word holds codes of one column, not of one row."""
+    inputs_first: bool = False  # codes and scales are [inputs, outputs]
+    packed_rows: bool = False  # A word holds codes of one column, not of one row
     flat_groups: bool = True
     """False: codes are [outputs, groups, bytes of a group], of which [inputs,
     outputs] is to be decoded."""
@@ -101,16 +92,12 @@ class TensorEntry:
     """One tensor on disk, or one that is decoded from several."""
 
     name: str
-    file: Path
-    """Where the tensor is, or its codes."""
+    file: Path  # where the tensor is, or its codes
     dtype: str
     """As safetensors names it, e.g. ``BF16``; the format's name if it is encoded."""
-    shape: tuple[int, ...]
-    """Once decoded."""
-    offset: int
-    """Bytes from the file's start."""
-    num_bytes: int
-    """On disk, scales and zero points included."""
+    shape: tuple[int, ...]  # once decoded
+    offset: int  # bytes from the file's start
+    num_bytes: int  # on disk, scales and zero points included
     encoding: Encoding | None = None
     """How it is encoded. None if it lies on disk as it is."""
 
@@ -130,12 +117,9 @@ class Encoding:
     scale: TensorEntry
     matrix: tuple[int, int, int]
     """How many matrices, and rows and columns of each as stored, once unpacked."""
-    block: tuple[int, int]
-    """Rows and columns of such a matrix that share a scale."""
-    bits: int
-    """Of a code."""
-    order: tuple[int, ...]
-    """Position of the i-th code in its word."""
+    block: tuple[int, int]  # rows and columns of such a matrix that share a scale
+    bits: int  # of a code
+    order: tuple[int, ...]  # position of the i-th code in its word
     global_scale: TensorEntry | None = None
     zeros: TensorEntry | None = None
     zero_offset: int | None = 0

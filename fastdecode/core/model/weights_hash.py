@@ -1,8 +1,7 @@
 """A hash of every byte of a model's weights.
 
-``Checkpoint.model_hash`` reads headers only, which do for telling that two
-processes speak of the same job. What is kept for longer than that needs more:
-fine-tunes of one model have equal headers.
+``Checkpoint.model_hash`` reads headers only, which do for telling that two processes speak of the
+same job. What is kept for longer than that needs more: fine-tunes of one model have equal headers.
 """
 
 from __future__ import annotations
@@ -92,8 +91,7 @@ def user_cache(kind: str, environ: Mapping[str, str] = os.environ) -> Path:
     """Return the directory where what takes long to make is kept for this user.
 
     Without a home directory, as in a container whose user has no passwd entry, it is one where
-    nothing can be made or read, so that every use fails with an OSError.
-    """
+    nothing can be made or read, so that every use fails with an OSError."""
     base: str | Path | None = environ.get("XDG_CACHE_HOME")
     try:
         base = base or Path.home() / ".cache"

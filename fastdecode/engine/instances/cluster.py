@@ -41,11 +41,11 @@ from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
 from fastdecode.wire.instances import InstanceHello, InstanceSays, InstanceWelcome, ToInstance
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
-from fastdecode.wire.mpi.connection import MpiJob
 from fastdecode.wire.mpi.job import join
 from fastdecode.wire.mpi.ranks import InstanceRanks, link_address
 
 if TYPE_CHECKING:
+    from fastdecode.wire.mpi.connection import MpiJob
     from fastdecode.wire.zmq.hub import ZmqHub
     from fastdecode.wire.zmq.keys import ClusterKey
 
