@@ -335,8 +335,8 @@ def test_whoever_has_both_roles_is_given_whole_requests_while_it_has_room() -> N
 
 @pytest.mark.parametrize("seed", range(40))
 def test_who_keeps_prompts_lets_others_be_bound(seed: int) -> None:
-    """A large request leaves no room. At its end the instance keeps many small ones at once,
-    though their prompts are more than a batch."""
+    """A decode instance keeps many small requests behind a large one that left no room, though
+    their prompts are more than a batch."""
     rng, world = random.Random(seed), World(1, 1)
     both = Scripted("b", InstanceRole.BOTH, num_tokens=40 * BLOCK_SIZE)
     world.prefill, world.decode = [], [both]
