@@ -78,8 +78,7 @@ def dense(
 class ReferenceAttention:
     """Appends, then attends, one sequence at a time.
 
-    ``begin_step`` names the sequences of the coming pass; then this is its ``attend``.
-    """
+    ``begin_step`` names the sequences of the coming pass; then this is its ``attend``."""
 
     def __init__(
         self, attention: Sequence[AttentionSpec], sinks: Sequence[Tensor] | None = None

@@ -1,10 +1,8 @@
-"""Small random checkpoints of every model family, and transformers as the oracle of what they
-say.
+"""Small random checkpoints of every model family, and transformers as the oracle of what they say.
 
 Shapes are odd on purpose (head_dim that isn't hidden / heads, one or several KV heads, a prime
-vocabulary). Weights are drawn wide enough that greedy text wanders instead of repeating one
-token, and that two tokens are never nearly tied.
-"""
+vocabulary). Weights are drawn wide enough that greedy text wanders instead of repeating one token,
+and that two tokens are never nearly tied."""
 
 from __future__ import annotations
 

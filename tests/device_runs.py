@@ -60,11 +60,9 @@ class LateFleet:
     later; each in the order in which it was asked."""
 
     gpu: RecordedGpu
-    at_once: bool = False
-    """Whether an answer is here as soon as it is owed."""
+    at_once: bool = False  # whether an answer is here as soon as it is owed
     log: list[str] = field(default_factory=list)
-    num_queries: int = 0
-    """Rows of q that were sent."""
+    num_queries: int = 0  # rows of q that were sent
     lost: dict[int, object] = field(default_factory=dict)
     gone: dict[int, object] = field(default_factory=dict)
     moves: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(has_moves=False))
@@ -157,16 +155,11 @@ class Run:
 
     lanes: int
     graphs: bool = True
-    prompts: int = 0
-    """Of the sequences of each step: first chunks."""
-    later: int = 0
-    """Later chunks."""
-    split: int = 0
-    """Sequences with a closed part elsewhere."""
-    draws: bool = False
-    """Whether a token is drawn of each step's first row."""
-    feeds: bool = False
-    """Whether the lane's next step begins with it, before the host knows it."""
+    prompts: int = 0  # of the sequences of each step: first chunks
+    later: int = 0  # later chunks
+    split: int = 0  # sequences with a closed part elsewhere
+    draws: bool = False  # whether a token is drawn of each step's first row
+    feeds: bool = False  # whether the lane's next step begins with it, before the host knows it
     rows: tuple[int, ...] = (6,)
     """Sequences of each step."""
     num_steps: int = 2
@@ -174,8 +167,7 @@ class Run:
     num_layers: int = NUM_LAYERS
     at_once: bool = False
     capture: bool = False
-    direct: bool = False
-    """Whether what R-workers answer goes to the device from where it is."""
+    direct: bool = False  # whether what R-workers answer goes to the device from where it is
     gpu: RecordedGpu = field(default_factory=RecordedGpu)
 
     def __post_init__(self) -> None:

@@ -1,6 +1,5 @@
-"""Cases of KV on both sides, drawn at random: what steps cost, how long
-sequences are, how much room there is. Each is run by the real scheduler, on the
-device alone and with R-workers beside."""
+"""Cases of KV on both sides, drawn at random: what steps cost, how long sequences are, how much
+room there is. Each is run by the real scheduler, on the device alone and with R-workers beside."""
 
 from __future__ import annotations
 
@@ -80,16 +79,11 @@ _BLOCK = 16
 class DrawnTimes(StepTime):
     """Step times: ``fastdecode.schedule.times.StepTime``."""
 
-    weights_s: float
-    """To read the weights: what an S-part takes at least."""
-    row_s: float
-    """Seconds of a row, where the S-part is bound by arithmetic."""
-    step_s: float
-    """Fixed seconds of every S-part."""
-    token_s: tuple[float, ...]
-    """A cached token on each holder."""
-    way_s: float
-    """To R-workers and back."""
+    weights_s: float  # to read the weights: what an S-part takes at least
+    row_s: float  # seconds of a row, where the S-part is bound by arithmetic
+    step_s: float  # fixed seconds of every S-part
+    token_s: tuple[float, ...]  # A cached token on each holder
+    way_s: float  # to R-workers and back
 
     def s_part_s(self, num_decoding: int, prompts: Prompts = ()) -> float:
         num_tokens = num_tokens_of(num_decoding, prompts)
@@ -135,10 +129,8 @@ class DrawnCase:
 class DrawnVerdict:
     """What R-workers beside the device came to."""
 
-    ratio: float
-    """Tokens a second, over those of the device alone."""
-    modes: dict[str, int]
-    """Steps of the home lane by mode."""
+    ratio: float  # tokens a second, over those of the device alone
+    modes: dict[str, int]  # steps of the home lane by mode
 
 
 def draw(random: Random, *, most_requests: int = 40, most_tokens: int = 60) -> DrawnCase:

@@ -3,8 +3,7 @@ are on one device, and none computes. A GPU that isn't there.
 
 What the host makes (NumPy's arrays, pinned memory) is real. ``FakeGpu`` is the driver (see
 ``sworker.device.Gpu``), and watches: a copy to memory that isn't pinned, a value that the host
-asks for, and CPU indices into a CUDA tensor all make the host wait for the device.
-"""
+asks for, and CPU indices into a CUDA tensor all make the host wait for the device."""
 
 from __future__ import annotations
 

@@ -49,18 +49,15 @@ _GROUPS = tuple(
 class Tiny:
     """How to draw tiny models of one family."""
 
-    config: str
-    """transformers' class."""
+    config: str  # transformers' class
     drawn: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Option → what it may be; under "": several options together."""
     always: Mapping[str, Any] = field(default_factory=dict)
-    style: str = "llama"
-    """How the family calls its sizes."""
+    style: str = "llama"  # how the family calls its sizes
     has_head_dim: bool = True
     has_kv_heads: bool = True
     head_dims: tuple[int, ...] = (10, 12, 20)
-    is_part: bool = False
-    """The language model is a part of a model that sees."""
+    is_part: bool = False  # the language model is a part of a model that sees
 
 
 FAMILIES: dict[str, Tiny] = {

@@ -16,8 +16,7 @@ class HeldSlots(SlotFile):
     """See the module. Its layers are whole pages."""
 
     lets: list[threading.Event]
-    damaged: set[tuple[int, int]]
-    """Slot and layer of what is read with a flipped bit."""
+    damaged: set[tuple[int, int]]  # slot and layer of what is read with a flipped bit
 
     def let(self, layer: int) -> None:
         """From now on reads of this layer don't wait."""

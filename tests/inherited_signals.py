@@ -9,10 +9,9 @@ _ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def hear_interrupts() -> None:
-    """Have SIGINT do in this process, and in those that it starts, what it does
-    at a terminal. In the background of a script it is ignored, by all that
-    inherit that. Whoever ends this process (``timeout`` does, too) interrupts
-    it: it has processes to kill, and directories to remove."""
+    """Have SIGINT do in this process, and in those that it starts, what it does at a terminal. In
+    the background of a script it is ignored, by all that inherit that. Whoever ends this process
+    (``timeout`` does, too) interrupts it: it has processes to kill, and directories to remove."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in _ENDS:

@@ -2,8 +2,7 @@
 pages.
 
 ``python tests/language.py`` prints each fault with its place. ``--write`` lowers the numbers in
-``data/style_debt.txt``, the faults that each file may still have.
-"""
+``data/style_debt.txt``, the faults that each file may still have."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""``fastdecode`` as a process whose engine makes so many steps, and waits until it may
-make more: a test that signals a process of the job finds the job under way, however late
-the signal comes.
+"""``fastdecode`` as a process whose engine makes so many steps, and waits until it may make more:
+a test that signals a process of the job finds the job under way, however late the signal comes.
 
-Run as a program it is ``fastdecode`` with the file of a ``StepLimit`` before the command.
-"""
+Run as a program it is ``fastdecode`` with the file of a ``StepLimit`` before the command."""
 
 from __future__ import annotations
 
@@ -88,9 +86,8 @@ class _Steps:
 
 
 def limit_steps(path: Path) -> None:
-    """From now on, in this process. An engine that may make no step obeys, and it looks
-    after its R-workers where none of them owes an answer. Controllers of instances aren't
-    limited."""
+    """From now on, in this process. An engine that may make no step obeys, and it looks after its
+    R-workers where none of them owes an answer. Controllers of instances aren't limited."""
     from fastdecode.engine.instances.router import Router
     from fastdecode.engine.service import EngineService
 

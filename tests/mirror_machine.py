@@ -1,8 +1,7 @@
 """What happens to a cache, to its replica, and to the link between them, in any order.
 
 The cache's KV store is checked after every step: no block is lost, shared by mistake or
-overwritten, and what is refused changes nothing.
-"""
+overwritten, and what is refused changes nothing."""
 
 from __future__ import annotations
 
@@ -528,8 +527,7 @@ class MirrorMachine(RuleBasedStateMachine):
     def read(self, memory: Memory, sequence: int, count: int) -> tuple[int, ...]:
         """Return the numbers that tokens were made of.
 
-        The scales of int8 tell them: the largest of K is number + 7 in the first layer.
-        """
+        The scales of int8 tell them: the largest of K is number + 7 in the first layer."""
         k, _, scales = memory.stored(sequence, 0, count)
         return self.numbers(k[0], scales[0])
 

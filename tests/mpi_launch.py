@@ -38,12 +38,10 @@ needs_mpi = pytest.mark.skipif(
 class Outcome:
     """How a job ended."""
 
-    exit_code: int | None
-    """None: it ran out of time, and was killed."""
+    exit_code: int | None  # None: it ran out of time, and was killed
     output: str
     seconds: float
-    orphans: list[str]
-    """Processes that were left behind, and had to be killed."""
+    orphans: list[str]  # processes that were left behind, and had to be killed
 
 
 def mpirun(num_ranks: int, *, btl: str = "self,sm", with_ft: bool = True) -> list[str]:
@@ -207,7 +205,7 @@ class Running:
 
 def _is_r_worker(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
-        words = process.cmdline()  # none of a process that ends or begins
+        words = process.cmdline()  # None of a process that ends or begins
         return bool(words) and "python" in Path(words[0]).name and "r-worker" in words[1:4]
     return False
 

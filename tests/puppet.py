@@ -1,10 +1,7 @@
-"""The other side of a connection, in a process of its own, that does as it is
-told.
+"""The other side of a connection, in a process of its own, that does as it is told.
 
-The test's process listens on a Unix socket; each puppet connects, says its
-number, and then obeys. What a call gives comes back as it is, errors as (type
-name, code, text).
-"""
+The test's process listens on a Unix socket; each puppet connects, says its number, and then obeys.
+What a call gives comes back as it is, errors as (type name, code, text)."""
 
 from __future__ import annotations
 

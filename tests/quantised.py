@@ -1,8 +1,7 @@
-"""Quantised tensors for tests: random codes in every format, encoders of given
-weights, and slow decoders that follow the formats' definitions value by value.
+"""Quantised tensors for tests: random codes in every format, encoders of given weights, and slow
+decoders that follow the formats' definitions value by value.
 
-Nothing here shares code with what it checks.
-"""
+Nothing here shares code with what it checks."""
 
 from __future__ import annotations
 

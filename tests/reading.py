@@ -131,8 +131,7 @@ def entered_by_a_decode_step(model: str, monkeypatch: Any, **options: Any) -> En
 def entered_by_a_loss(model: str, monkeypatch: Any, *, is_lost: bool, **options: Any) -> Entered:
     """Run three requests and record the whole run. R-worker ``r1`` crashes if ``is_lost``.
 
-    What a loss alone enters is the difference of the two runs.
-    """
+    What a loss alone enters is the difference of the two runs."""
     entered = Entered()
     after = LAYERS_BEFORE_LOSS if is_lost else sys.maxsize
     lost: list[str] = []

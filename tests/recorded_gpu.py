@@ -3,10 +3,9 @@ accesses to the same bytes, one of which writes, that nothing orders are a race.
 
 Every stream and the host have a vector clock (Lamport; Mattern 1988): what a stream does comes
 after all that the host did before it queued it, and after what the stream was told to wait for;
-what the host does comes after the events that it waited for. Device memory is ordinary memory.
-Who touches what is told by a ``TorchDispatchMode``, and by whoever reads or writes arrays beside
-torch.
-"""
+what the host does comes after the events that it waited for. Device memory is ordinary memory. Who
+touches what is told by a ``TorchDispatchMode``, and by whoever reads or writes arrays beside
+torch."""
 
 from __future__ import annotations
 

@@ -237,9 +237,8 @@ def rig(
     replacements: Replacements | None = None,
     **options: Any,
 ) -> Iterator[Rig]:
-    """R-workers of ``num_blocks`` KV blocks, of which the scheduler is told
-    ``said_blocks``. ``crash``: after how many layers an R-worker does;
-    ``replacements``: who comes in its place."""
+    """R-workers of ``num_blocks`` KV blocks, of which the scheduler is told ``said_blocks``.
+    ``crash``: after how many layers an R-worker does; ``replacements``: who comes in its place."""
     hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
     threads = [
         start_worker_thread(

@@ -1,11 +1,10 @@
-"""R-workers at the end of a network that a test makes up: one thread, a clock
-that only moves when a thread waits, and faults at chosen moments.
+"""R-workers at the end of a network that a test makes up: one thread, a clock that only moves when
+a thread waits, and faults at chosen moments.
 
-What an R-worker does is the real thing (``rworker.worker.serve_next``: its
-state, its kernels). Messages take a while and keep their order; a **crashed**
-R-worker's connections close, one that **hangs** does nothing for a while and
-then continues where it was, and a **cut** link delivers nothing until it heals.
-"""
+What an R-worker does is the real thing (``rworker.worker.serve_next``: its state, its kernels).
+Messages take a while and keep their order; a **crashed** R-worker's connections close, one that
+**hangs** does nothing for a while and then continues where it was, and a **cut** link delivers
+nothing until it heals."""
 
 from __future__ import annotations
 
@@ -137,8 +136,7 @@ class End(Enum):
 class _Executor(AttentionExecutor):
     """An executor that can fail a number of computations."""
 
-    num_failures = 0
-    """Computations that still fail."""
+    num_failures = 0  # computations that still fail
 
     def compute(self, compute: Compute) -> AttendResult:
         if self.num_failures:

@@ -1,11 +1,9 @@
-"""Whole engines, made from their options by the product's own set-up, of which one
-R-worker is lost.
+"""Whole engines, made from their options by the product's own set-up, of which one R-worker is
+lost.
 
-R-workers are those of ``simulated_cluster``, one network a stage, wherever a
-single thread talks to them; so are those at addresses, which need no socket
-then. Where several threads do (``THREADED``), R-workers are threads; at addresses,
-threads that listen there.
-"""
+R-workers are those of ``simulated_cluster``, one network a stage, wherever a single thread talks
+to them; so are those at addresses, which need no socket then. Where several threads do
+(``THREADED``), R-workers are threads; at addresses, threads that listen there."""
 
 from __future__ import annotations
 
@@ -30,14 +28,10 @@ from sworker.paged import PagedKV
 if TYPE_CHECKING:
     pass
 
-KV_BYTES = 4_000_000
-"""Of an R-worker at an address."""
-STAGES_WAIT_S = 0.01
-"""Passes while nothing is there, where another transport is looked at, too."""
-BACK_S = 0.002
-"""After a loss, another R-worker listens at the same address."""
-END_S = 120.0
-"""By then R-workers have taken in that the engine has gone."""
+KV_BYTES = 4_000_000  # of an R-worker at an address
+STAGES_WAIT_S = 0.01  # passes while nothing is there, where another transport is looked at, too
+BACK_S = 0.002  # after a loss, another R-worker listens at the same address
+END_S = 120.0  # by then R-workers have taken in that the engine has gone
 THREADED = frozenset({"prompt stages", "instances", "disk tier"})
 """Features whose R-workers are reached by several threads, or have threads of their own."""
 

@@ -1,6 +1,5 @@
-"""A lifecycle that is put to work: what it wants is carried out on the
-R-workers' real KV stores, step by step, in lanes that finish in any order, and
-checked."""
+"""A lifecycle that is put to work: what it wants is carried out on the R-workers' real KV stores,
+step by step, in lanes that finish in any order, and checked."""
 
 from __future__ import annotations
 
@@ -186,14 +185,11 @@ class Harness:
     stepped: set[int] = field(default_factory=set)
     """Sequences that stepped since they last started."""
     moves: Moves = field(default_factory=Moves)
-    num_stepped_early: int = 0
-    """Chunks of sequences of which blocks were still coming."""
-    num_disbelieved: int = 0
-    """Chunks of these whose step was void, since blocks did not come."""
+    num_stepped_early: int = 0  # chunks of sequences of which blocks were still coming
+    num_disbelieved: int = 0  # chunks of these whose step was void, since blocks did not come
     has_forks: bool = False
     num_resumed_tokens: int = 0
-    num_gaps: int = 0
-    """Sequences that started with one."""
+    num_gaps: int = 0  # sequences that started with one
 
     def __post_init__(self) -> None:
         self.lifecycle = Lifecycle(self.scheduler)
@@ -489,9 +485,8 @@ class Harness:
             check_loads(run, self.lane_limits)
 
     def run_out(self) -> None:
-        """Until nothing is left, within as many turns as running one sequence
-        after the other would take, and then as blocks take that are copied down
-        a few at a time."""
+        """Until nothing is left, within as many turns as running one sequence after the other
+        would take, and then as blocks take that are copied down a few at a time."""
         turns = sum(2 * (len(s.token_ids) + s.request.max_tokens) for s in self.live.values()) + 1
         turns *= 4 if self.scheduler._opening_steps else 2
         for number in range(turns + 200):

@@ -95,17 +95,18 @@ def run_doctor(args: argparse.Namespace) -> int:
 
         print(refusals_as_text())
         return 0
-    here, findings = this_host(), []
+    findings: list[Finding] = []
+    hosts: list[HostFacts] = []
     workers: list[WorkerFacts] = []
     neighbours: list[NeighbourFacts] = []
-    for found in _examine(options, read_options(args, RankOptions), here, workers, neighbours):
+    for found in _examine(options, read_options(args, RankOptions), hosts, workers, neighbours):
         findings.append(found)
         if not options.json:
             print(f"{found.level}  {found.check}: {found.text}", flush=True)
             if found.mend:
                 print(f"      -> {found.mend}", flush=True)
     if options.json:
-        facts = {"s_worker": here, "r_workers": workers, "neighbours": neighbours}
+        facts = {"s_worker": hosts[0], "r_workers": workers, "neighbours": neighbours}
         print(json.dumps({"findings": findings, **facts}, indent=2, default=_fields))
     else:
         counts = [(sum(x.level == level for x in findings), level) for level in _LEVELS]
@@ -116,11 +117,12 @@ def run_doctor(args: argparse.Namespace) -> int:
 def _examine(
     options: DoctorOptions,
     rank: RankOptions,
-    here: HostFacts,
+    hosts: list[HostFacts],
     workers: list[WorkerFacts],
     neighbours: list[NeighbourFacts],
 ) -> Iterator[Finding]:
-    """Yield findings, each as soon as it is known. Fill ``workers`` and ``neighbours``.
+    """Yield findings, each as soon as it is known. Fill ``hosts`` (this one), ``workers`` and
+    ``neighbours``.
 
     In the ranks of an MPI job but the first, serve as an R-worker and do not return.
     """
@@ -141,6 +143,7 @@ def _examine(
             yield fail("transport", error.message, pip_command(error.extra))
         except FastDecodeError as error:
             yield fail("transport", error.message)
+        hosts.append(here := this_host())  # once MPI's library is loaded
         yield _launcher()
         examined = _noting(examine_all([one for one, _ in asked]), workers)
         ways = _noting(_ways(asked, workers), neighbours)

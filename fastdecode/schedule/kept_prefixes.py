@@ -69,6 +69,17 @@ class KeptPrefixes:
         while len(self._blocks) > _MOST_BLOCKS:
             self._blocks.popitem(last=False)
 
+    def forget(self, reading: int) -> None:
+        """Forget what an engine keeps, by the right to read it."""
+        for kept in self._blocks.values():
+            for instance in [i for i, (found, _) in kept.items() if found[0].reading == reading]:
+                del kept[instance]
+
+    def forget_lost(self, instance: int) -> None:
+        """Forget what a lost instance has kept."""
+        for kept in self._blocks.values():
+            kept.pop(instance, None)
+
     def kept(self, prompt: BlockChain) -> dict[int, tuple[KVSource, ...]]:
         """Return where each instance may keep a prompt's first blocks, but for the last token,
         which has to run."""

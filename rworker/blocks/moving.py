@@ -1,4 +1,4 @@
-"""Kept blocks on their way between a cache and its lower tier. Bookkeeping only."""
+"""Cached blocks on their way from or to a lower tier or other R-workers. Bookkeeping only."""
 
 from __future__ import annotations
 

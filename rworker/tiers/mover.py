@@ -122,7 +122,7 @@ class Health:
     def note_unwritten(self, error: OSError) -> None:
         self.note("unwritten", f"can't be written ({error.strerror})")
         self._num_failures += 1
-        if self._num_failures == MOST_FAILURES:
+        if self._num_failures >= MOST_FAILURES and not self.is_full:
             self.is_full = True
             self.note("full", "isn't written any more: what it has is read")
 

@@ -3,7 +3,7 @@ its device's KV cache, through them, over ZeroMQ or MPI.
 
 A server is a thread with a listener. It passes readers' messages on to its R-worker,
 which sees one peer a reader, and passes the answers back. It decides nothing: the
-R-worker knows the tickets.
+R-worker knows who may read.
 """
 
 from __future__ import annotations

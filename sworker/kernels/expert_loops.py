@@ -155,7 +155,7 @@ def _make_dots(num_rows, num_others):
 
             totals = _accumulate(builder, num_rows * num_others, num_pairs, add)
             for number, value in enumerate(totals):
-                total = fold_lanes(builder, value, builder.fadd)
+                total = fold_lanes(builder, value, ir.IRBuilder.fadd)
                 row, other = divmod(number, num_others)
                 store_at(builder, total, out, 4 * (other * PANEL + row))
             return context.get_dummy_value()

@@ -2,8 +2,7 @@
 
 What is read back is right, or absent. As a program this file stores blocks until it is killed in
 the middle of a write: ``hurt_slots.py DIRECTORY SEED WRITES SHARE``. A seed chooses the write, and
-how much of it is done.
-"""
+how much of it is done."""
 
 from __future__ import annotations
 

@@ -59,8 +59,7 @@ class Kind:
     """``--instances`` of a job of instance ranks, in place of the numbers above."""
     strikes: tuple[str, ...] = ("R-worker",)
     """What may be struck: ``R-worker``, ``stage``, ``instance``, ``first`` or ``command``."""
-    are_turns: bool = False
-    """The lines are turns of conversations."""
+    are_turns: bool = False  # the lines are turns of conversations
 
     def degree(self, name: str) -> int:
         """Return ``--tp`` or ``--pp``."""
@@ -110,13 +109,11 @@ class Struck:
 
     kind: str
     transport: str
-    whom: str = "command"
-    """A word of ``SIGNALS``."""
+    whom: str = "command"  # A word of ``SIGNALS``
     number: int = 0
     """Rank in an MPI job. Place among the R-workers over ZeroMQ."""
     trouble: str = "SIGINT"
-    is_early: bool = False
-    """The moment may come before the greeting of the R-workers."""
+    is_early: bool = False  # the moment may come before the greeting of the R-workers
 
 
 def drawn(number: int, chance: random.Random, of: str = "") -> list[Struck]:
@@ -285,8 +282,7 @@ class Jobs:
     def _hit(self, job: Struck, command: Running, rack: Rack | None, moment_s: float) -> bool:
         """Send the signal, ``moment_s`` after the start or the greeting. True if it came in time.
 
-        An assertion of ``wait_until`` means that the job has ended: the verdict says how.
-        """
+        An assertion of ``wait_until`` means that the job has ended: the verdict says how."""
         with contextlib.suppress(AssertionError, psutil.Error):
             if not job.is_early:
                 command.wait_until(lambda: self._has_greeted(command), timeout_s=LIMIT_S)

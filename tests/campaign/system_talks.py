@@ -52,8 +52,7 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     is_whole: bool = False
-    error: str | None = None
-    """Its code, or: no connection, cut off, timeout."""
+    error: str | None = None  # its code, or: no connection, cut off, timeout
 
 
 def ask(

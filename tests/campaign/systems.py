@@ -52,19 +52,13 @@ class System:
     """One configuration, and what befalls it."""
 
     options: dict[str, Any]
-    blow: str = "R-worker"
-    """What is struck: see ``Disturbed.strike``."""
-    num_r_workers: int = 3
-    """At addresses; 0: the device keeps KV."""
-    is_on_disk: bool = False
-    """R-workers keep blocks on disk, and have memory for few."""
+    blow: str = "R-worker"  # what is struck: see ``Disturbed.strike``
+    num_r_workers: int = 3  # at addresses; 0: the device keeps KV
+    is_on_disk: bool = False  # R-workers keep blocks on disk, and have memory for few
     blows_an_engine: int = BLOWS_AN_ENGINE
-    num_ranks: int = 0
-    """Of the MPI job that serves; 0: no such job."""
-    is_served: bool = False
-    """Behind a server, of one process or an MPI job."""
-    instances: tuple[str, ...] = ()
-    """Roles of instances at addresses, in place of R-workers."""
+    num_ranks: int = 0  # of the MPI job that serves; 0: no such job
+    is_served: bool = False  # behind a server, of one process or an MPI job
+    instances: tuple[str, ...] = ()  # roles of instances at addresses, in place of R-workers
 
 
 _ON_DEVICE: dict[str, Any] = {

@@ -1,9 +1,7 @@
-"""From a checkpoint to profiles, a plan from them, and its bench: the whole
-way, on a tiny model.
+"""From a checkpoint to profiles, a plan from them, and its bench: the whole way, on a tiny model.
 
-That predictions are near is for ``benchmarks/sizing.py`` to show on a quiet
-machine; here the tolerance is wide open, or shut.
-"""
+That predictions are near is for ``benchmarks/sizing.py`` to show on a quiet machine; here the
+tolerance is wide open, or shut."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ def _answers(output: Path) -> dict[str, Any]:
 HYBRID = ("--kv-placement", "hybrid", "--device", "cpu", "--device-kv-gb", "0.00004")
 """The device has room for the shortest alone."""
 REPLICAS = ("--replicas", "1")
-TWO_RANKS = mpirun(2)
-"""The S-workers of a job; R-workers have addresses."""
+TWO_RANKS = mpirun(2)  # the S-workers of a job; R-workers have addresses
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "stages, replicas": (4, ("--pp", "2", *REPLICAS)),
     "stages as ranks, replicas": (4, ("--pp", "2", *REPLICAS)),

@@ -151,9 +151,8 @@ def test_stabilizing_flattens_the_load_and_gains_what_the_paper_says() -> None:
 def test_a_batch_that_waits_for_r_workers_is_not_made_smaller(
     r_parts: tuple[tuple[int, float], ...],
 ) -> None:
-    """Their part takes longer than the S-part, by the load or by prompts beside
-    it: starting fewer sequences would make more steps of them, and none
-    shorter."""
+    """Their part takes longer than the S-part, by the load or by prompts beside it: starting fewer
+    sequences would make more steps of them, and none shorter."""
     requests = [TracedRequest(512, 64, 64)] * 32
     times = TabledTimes(Table(((0, 0.010),)), (Table(r_parts),))
     chosen = {"lanes": 2, "max_num_sequences": 256, "max_step_tokens": 256 + 2048}

@@ -195,10 +195,9 @@ def test_planted_mistakes_are_found(mistake: Callable[[Run], None], run: Run) ->
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("num_holders", [1, 4])
 def test_calls_a_lane_and_layer(num_holders: int, direct: bool) -> None:
-    """Of torch and of the driver, where nothing but Python is left to be waited
-    for: each takes microseconds of the thread that feeds the GPU. They are as
-    many for any number of R-workers, but for long answers, each of which is
-    copied from where it is."""
+    """Of torch and of the driver, where nothing but Python is left to be waited for: each takes
+    microseconds of the thread that feeds the GPU. They are as many for any number of R-workers,
+    but for long answers, each of which is copied from where it is."""
 
     def calls(num_layers: int) -> Counter[str]:
         run = Run(

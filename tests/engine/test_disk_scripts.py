@@ -1,6 +1,5 @@
-"""Turns, branches, salts, forgotten conversations and faults of the disk at
-random: an engine with little memory and a disk says what one without a cache
-does."""
+"""Turns, branches, salts, forgotten conversations and faults of the disk at random: an engine with
+little memory and a disk says what one without a cache does."""
 
 from __future__ import annotations
 

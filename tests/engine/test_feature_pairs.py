@@ -108,9 +108,8 @@ def _options_of(pair: tuple[str, ...], directory: Path) -> dict[str, Any]:
 def _asked() -> tuple[list[list[int]], list[SamplingParams]]:
     """Greedy and sampled, several completions of one prompt, and two with one beginning.
 
-    No draw is nearly tied: int4 rounds K and V, and where sums are added in another order
-    the last bit may become a level.
-    """
+    No draw is nearly tied: int4 rounds K and V, and where sums are added in another order the last
+    bit may become a level."""
     first, *others = prompts((40, 3, 21, 33, 9, 14, 27), seed=1)
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     sampled = SamplingParams(temperature=0.9, seed=11, max_tokens=9, ignore_eos=True)

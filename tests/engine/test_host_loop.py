@@ -1,8 +1,7 @@
 """How much Python the engine's own thread runs for each lane and layer.
 
 Where a GPU computes a unit in 200 us, this keeps it waiting. Calls are counted, which no other
-load on the machine changes.
-"""
+load on the machine changes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""KV on both sides on a recorded GPU: the home lane beside away lanes, and rows
-of both in one lane. Nothing races, and the home lane runs ahead by a few layers
-only."""
+"""KV on both sides on a recorded GPU: the home lane beside away lanes, and rows of both in one
+lane. Nothing races, and the home lane runs ahead by a few layers only."""
 
 from __future__ import annotations
 

@@ -73,8 +73,7 @@ class Stages:
 
     hub: InprocHub[Any, Any] = field(default_factory=InprocHub)
     clock: Clock = time.monotonic
-    shares_heads: bool = False
-    """The R-workers of each stage share the heads of the one column."""
+    shares_heads: bool = False  # the R-workers of each stage share the heads of the one column
 
     def __post_init__(self) -> None:
         names = ("r0", "r1", "stage 1", "stage 2")

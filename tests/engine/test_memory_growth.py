@@ -72,9 +72,8 @@ def test_later_steps_take_no_more_than_the_first(tiny_checkpoint: Callable[..., 
 def test_a_closed_engine_leaves_no_weights(
     crashes: dict[str, int], monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
 ) -> None:
-    """Without the garbage collector, which may come after the next engine was
-    refused for want of memory; also while somebody keeps the outputs, and the
-    errors that they carry."""
+    """Without the garbage collector, which may come after the next engine was refused for want of
+    memory; also while somebody keeps the outputs, and the errors that they carry."""
     crash_after(monkeypatch, crashes)
     path = str(tiny_checkpoint("llama", num_hidden_layers=1))
     layers: list[weakref.ref[object]] = []

@@ -1,9 +1,8 @@
 """A request's tokens are those of one plain engine, wherever layers, heads and KV are.
 
 ``test_feature_pairs.py`` has each pair of features with a loss, and ``test_simulated_faults.py``
-faults at random moments. Here are other families, other ways to run, and what ends an
-R-worker or a job.
-"""
+faults at random moments. Here are other families, other ways to run, and what ends an R-worker or
+a job."""
 
 from __future__ import annotations
 

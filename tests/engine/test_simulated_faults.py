@@ -1,7 +1,6 @@
-"""The real engine, fleet and R-workers on a clock that only moves when somebody
-waits: crashes, hangs, cut links and returns at random moments, by seed. Tokens
-are those of an undisturbed run, whatever happens, as long as an R-worker is
-left or comes back in time."""
+"""The real engine, fleet and R-workers on a clock that only moves when somebody waits: crashes,
+hangs, cut links and returns at random moments, by seed. Tokens are those of an undisturbed run,
+whatever happens, as long as an R-worker is left or comes back in time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""An S-worker is killed at random moments, and another one goes on with its
-session, by seed: the real engine, fleet and R-workers on a clock that only moves
-when somebody waits. Tokens are those of an undisturbed run, and what R-workers
-have kept isn't run again."""
+"""An S-worker is killed at random moments, and another one goes on with its session, by seed: the
+real engine, fleet and R-workers on a clock that only moves when somebody waits. Tokens are those
+of an undisturbed run, and what R-workers have kept isn't run again."""
 
 from __future__ import annotations
 

@@ -34,9 +34,8 @@ class Letters:
 def speak(
     pieces: Sequence[str], stop: Sequence[str], min_tokens: int = 0
 ) -> tuple[str, int | None]:
-    """The text, and how many tokens it took to stop it (None: never). What is
-    taken meanwhile is all of it, and as much as can't become a stop string any
-    more."""
+    """The text, and how many tokens it took to stop it (None: never). What is taken meanwhile is
+    all of it, and as much as can't become a stop string any more."""
     text = SequenceText(Letters(*pieces), stop, min_tokens)
     taken, stopped_by = "", None
     for i in range(len(pieces)):

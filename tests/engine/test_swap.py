@@ -110,8 +110,7 @@ class Seen:
 
     swap: SwappedKV
     log: list[tuple[str, int]] = field(default_factory=list)
-    needed: int = 0
-    """Blocks that steps saw, of lanes that had left the device since."""
+    needed: int = 0  # blocks that steps saw, of lanes that had left the device since
     stored: int = 0
     lately: list[int] = field(default_factory=list)
 

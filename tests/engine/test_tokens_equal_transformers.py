@@ -32,16 +32,12 @@ LONGROPE = {
 class Reference(NamedTuple):
     """What transformers says, each prompt run alone."""
 
-    asked: list[list[int]]
-    """Prompts."""
-    tokens: list[list[int]]
-    """Its greedy tokens in float32."""
-    logprobs: list[torch.Tensor]
-    """There, float64 [NUM_TOKENS, vocab]."""
+    asked: list[list[int]]  # prompts
+    tokens: list[list[int]]  # its greedy tokens in float32
+    logprobs: list[torch.Tensor]  # there, float64 [NUM_TOKENS, vocab]
     tolerance: float
-    """1e-4; but models of sharp random weights differ in how much rounding
-    moves them: or twice as far as transformers in float32 is from its own
-    float64."""
+    """1e-4; but models of sharp random weights differ in how much rounding moves them: or twice as
+    far as transformers in float32 is from its own float64."""
 
 
 @lru_cache(maxsize=2)

@@ -87,7 +87,9 @@ class Scripted(EngineClient):
                 self._told[name].add(f"{index}")
                 text = "".join(chr(256 + token) for token in tokens[: count + is_over])
                 before = max(0, first - 1)
-                reason: FinishReason | None = "length" if is_over else None
+                is_long = len(tokens) == request.params.max_tokens
+                end: FinishReason = "length" if is_long and not request.hands_over else "stop"
+                reason = end if is_over else None
                 token_ids = tuple(tokens[first : count + 1])
                 told.append(Delta(name, index, text[before:], token_ids, finish_reason=reason))
                 self._drawn[name][index] += 1
@@ -185,7 +187,7 @@ class World:
                 assert text == "".join(chr(256 + token) for token in tokens)[: len(text)]
                 if name not in self.cancelled:
                     assert said == tokens and len(text) == len(tokens)
-                    assert [d.finish_reason for d in deltas].count("length") == 1
+                    assert sum(d.finish_reason is not None for d in deltas) == 1
         router, dispatcher = self.router, self.router.dispatcher
         assert not (router.by_request or router.by_job or router.by_run)
         assert not router.num_unfinished_sequences and not router.num_running
@@ -193,7 +195,7 @@ class World:
         assert not any(queue.num_tokens for queue in dispatcher.prefill)
         assert not any(room.num_tokens or room.num_sequences for room in dispatcher.decode)
         for instance in (*self.prefill, *self.decode):
-            assert instance.broken is not None or not instance.asked, "a ticket is left"
+            assert instance.broken is not None or not instance.asked, "a run is left"
 
 
 @pytest.fixture(params=range(examples(100, 5)))
@@ -331,6 +333,38 @@ def test_whoever_has_both_roles_is_given_whole_requests_while_it_has_room() -> N
     while world.turn(rng):
         pass
     world.check()
+
+
+@pytest.mark.parametrize("is_lost", [True, False], ids=["lost", "evicted"])
+def test_a_kept_prefix_that_cannot_be_read_is_not_asked_for_again(is_lost: bool) -> None:
+    rng, world = random.Random(1), World(2, 1)
+
+    def submit(name: str) -> list[Request]:
+        asked = Request(name, (5,) * 110 + (len(name),), SamplingParams(max_tokens=1), 1, seed=1)
+        world.requests[name], world.said[name] = asked, []
+        world.router.submit(asked, Listener(world.said[name].append, every_step=True))
+        return [run for x in world.prefill for run in x.asked.values()]
+
+    submit("kept")
+    while world.turn(rng):
+        pass
+    world.router.dispatcher.prefill[1].num_tokens += 1_000  # the other one runs what comes
+    (run,) = submit("borrows")
+    assert run.sources
+    if is_lost:
+        keeper = world.decode[0] if world.decode[0].name in run.sources[0].address else None
+        keeper = keeper or next(x for x in world.prefill if not x.asked)
+        keeper.broken = WorkerError("killed")
+        world.router.lost(keeper)
+        keeper.broken = None
+        world.router.came_back()
+    else:
+        (other,) = (x for x in world.prefill if x.asked)
+        failed = Delta(run.request_id, 0, has_fetched=True, fetch_failed=True)
+        world.router.arrived(other, [failed])
+    world.cancel("borrows")
+    (run,) = submit("runs itself")
+    assert not run.sources
 
 
 @pytest.mark.parametrize("seed", range(40))

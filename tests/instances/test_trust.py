@@ -57,6 +57,8 @@ LIES = {
     "a sequence too many": (PLAIN, [said(2, 1)]),
     "too many tokens": (PLAIN, [said(0, 1, 2, 3, 4, 5)]),
     "too many tokens, one by one": (PLAIN, [said(0, 1, 2, 3), said(0, 4, 5)]),
+    "length too early": (PLAIN, [said(0, 1, 2, 3, finish_reason="length")]),
+    "a prompt as long as it may be": (PROMPT_ONLY, [said(0, 1, finish_reason="length")]),
     "a prompt's second token": (PROMPT_ONLY, [said(0, 1, 2)]),
     "beyond the vocabulary": (PLAIN, [said(0, 1 << 30)]),
     "more after the end": (PLAIN, [said(0, 1, 2, finish_reason="stop"), said(0, 3)]),

@@ -1,8 +1,7 @@
 """``fastdecode generate`` as an MPI job, one job for each mechanism.
 
 ``tests/engine`` simulates losses in every topology, and ``make campaign`` plays them with real
-processes.
-"""
+processes."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class Job:
 
     command: list[str]
     output: Path
-    expected: Callable[[], str]
-    """Return what this process answers on its own."""
+    expected: Callable[[], str]  # return what this process answers on its own
 
 
 MakeJob: TypeAlias = Callable[..., Job]

@@ -19,8 +19,7 @@ class Row(NamedTuple):
 
     machines: int
     one_pipeline: tuple[int, int]
-    data_parallel: tuple[int, int, int] | None = None
-    """Pipelines, stages, microbatch."""
+    data_parallel: tuple[int, int, int] | None = None  # pipelines, stages, microbatch
     prompts: tuple[int, int] | None = None
     tokens: tuple[int, int] | None = None
 
@@ -32,8 +31,7 @@ class PaperTable:
     number: int
     model: str
     model_gb: float
-    kv_gb_per_token: float
-    """Both as in the authors' simulate_all.py."""
+    kv_gb_per_token: float  # both as in the authors' simulate_all.py
     machine_gb: int
     rows: tuple[Row, ...]
 

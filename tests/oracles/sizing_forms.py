@@ -1,10 +1,9 @@
-"""The paper's sizing in closed form (FastDecode, arXiv 2403.11421, section
-4.3), in any one unit of time.
+"""The paper's sizing in closed form (FastDecode, arXiv 2403.11421, section 4.3), in any one unit
+of time.
 
-B is the batch that passes the GPU at once, S the sequence length, R the time of
-one cached token's R-part on one CPU, T(B) the time of one layer's S-part, C the
-tokens that one CPU can hold. Load-stabilised, a batch holds ½·B·S tokens.
-"""
+B is the batch that passes the GPU at once, S the sequence length, R the time of one cached token's
+R-part on one CPU, T(B) the time of one layer's S-part, C the tokens that one CPU can hold.
+Load-stabilised, a batch holds ½·B·S tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +17,8 @@ class RequiredCpus(NamedTuple):
 
     compute_bound: float
     """P = B·S·R / (2·T(B)): the R-part of a batch takes as long as its S-part."""
-    memory_bound: float
-    """P = B·S / (2·C): the cached tokens fit."""
-    needed: int
-    """The larger one, as whole CPUs."""
+    memory_bound: float  # P = B·S / (2·C): the cached tokens fit
+    needed: int  # the larger one, as whole CPUs
 
 
 def required_cpus(

@@ -1,8 +1,7 @@
-"""Measuring the R-part: every size is measured once, through the real worker;
-what doesn't fit is left out or refused.
+"""Measuring the R-part: every size is measured once, through the real worker; what doesn't fit is
+left out or refused.
 
-Times themselves are not looked at: a fake clock ticks.
-"""
+Times themselves are not looked at: a fake clock ticks."""
 
 from __future__ import annotations
 

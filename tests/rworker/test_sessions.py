@@ -1,6 +1,5 @@
-"""Caches that outlive their S-worker: kept for its session, continued by another
-S-worker of it, or freed when nobody comes. A peer that is gone costs only what was
-to be sent to it."""
+"""Caches that outlive their S-worker: kept for its session, continued by another S-worker of it,
+or freed when nobody comes. A peer that is gone costs only what was to be sent to it."""
 
 from __future__ import annotations
 

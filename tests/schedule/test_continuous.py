@@ -55,8 +55,7 @@ def test_scheduler_serves_all_requests(
 ) -> None:
     """Wrong forecasts and late answers cost recomputation only.
 
-    A split sequence may be larger than any R-worker.
-    """
+    A split sequence may be larger than any R-worker."""
     blocks = WORKER_BLOCKS if split_tokens is None else SPLIT_BLOCKS
     chosen = options(
         mode, num_lanes, length_quantile=0.1 if forecast else None, split_tokens=split_tokens

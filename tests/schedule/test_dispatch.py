@@ -10,6 +10,7 @@ from operator import eq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastdecode.core.holders import KVSource, num_offered
 from fastdecode.schedule.dispatch import (
     AssignDecode,
     AssignPrefill,
@@ -121,18 +122,33 @@ def chain(token_ids: Sequence[int], salt: str = "") -> BlockChain:
     return BlockChain.of(token_ids, salt, SIZE)
 
 
+class Prefixes(KeptPrefixes):
+    """Engines keep all tokens that they have run; the right to read them is their number."""
+
+    def ran(self, token_ids: Sequence[int], instance: int) -> None:
+        source = KVSource("r0", instance, 0, len(token_ids), 0, 1, 0, 1)
+        self.note(chain(token_ids), instance, (source,))
+
+    def counts(self, token_ids: Sequence[int], salt: str = "") -> dict[int, int]:
+        """Return how many of a prompt's first tokens each instance may keep."""
+        found = self.kept(chain(token_ids, salt))
+        return {instance: num_offered(sources) for instance, sources in found.items()}
+
+
 def test_the_longest_prefix_of_any_instance() -> None:
-    prefixes = KeptPrefixes()
-    prefixes.note(chain(range(10)), 0)
-    prefixes.note(chain(range(7)), 1)
+    prefixes = Prefixes()
+    prefixes.ran(range(10), 0)
+    prefixes.ran(range(7), 1)
     asked = list(range(20))
-    assert prefixes.kept(chain(asked)) == {0: 10, 1: 7}
-    assert prefixes.kept(chain(asked, "another")) == {}
-    assert prefixes.kept(chain([9, *asked])) == {}
-    assert prefixes.kept(chain([*range(9), 77, 78]))[0] == 8, "another tail"
-    assert set(prefixes.kept(chain(asked[:8])).values()) == {7}, "the last token has to run"
-    prefixes.forget(chain(asked), 0)
-    assert prefixes.kept(chain(asked)) == {1: 7}
+    assert prefixes.counts(asked) == {0: 10, 1: 7}
+    assert prefixes.counts(asked, "another") == {}
+    assert prefixes.counts([9, *asked]) == {}
+    assert prefixes.counts([*range(9), 77, 78])[0] == 8, "another tail"
+    assert prefixes.counts(asked[:8]) == {0: 4, 1: 7}, "the last token has to run"
+    prefixes.forget(0)
+    assert prefixes.counts(asked) == {1: 7}
+    prefixes.forget_lost(1)
+    assert prefixes.counts(asked) == {}
 
 
 def test_keys_go_on_from_those_that_are_hashed() -> None:
@@ -145,15 +161,15 @@ def test_keys_go_on_from_those_that_are_hashed() -> None:
 
 def test_against_plain_lists() -> None:
     chance = random.Random(3)
-    prefixes, noted = KeptPrefixes(), []
+    prefixes, noted = Prefixes(), []
     for _ in range(300):
         tokens = [chance.randrange(2) for _ in range(chance.randrange(1, 14))]
         instance = chance.randrange(3)
-        prefixes.note(chain(tokens), instance)
+        prefixes.ran(tokens, instance)
         noted.append((tokens, instance))
         asked = [chance.randrange(2) for _ in range(14)]
-        kept = prefixes.kept(chain(asked))
+        kept = prefixes.counts(asked)
         for who in range(3):
             shared = [sum(takewhile(bool, map(eq, asked, x))) for x, other in noted if other == who]
             assert kept.get(who, 0) <= max(shared, default=0), "nobody has run that"
-            assert kept.get(who, 0) >= max(shared, default=0) // SIZE * SIZE
+            assert kept.get(who, 0) >= min(max(shared, default=0), 13) // SIZE * SIZE

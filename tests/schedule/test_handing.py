@@ -10,6 +10,7 @@ from lifecycles import end, step, tell
 from remembering_store import BLOCK_SIZE
 from schedule_choices import options
 
+from fastdecode.core.errors import RequestError
 from fastdecode.core.holders import HolderId, KVSource
 from fastdecode.core.sequence import FinishReason, Request, SamplingParams
 from fastdecode.schedule.life import events
@@ -215,8 +216,52 @@ def test_who_is_cancelled_or_lost_while_it_is_fetched() -> None:
     assert again.holder != fetch.holder, "it is fetched again"
     assert tell(life, done(fetch, has_failed=True)) == []
     assert tell(life, events.Cancelled("a")) == []
-    assert tell(life, done(again)) == [], "what comes may be evicted"
+    (forget,) = sent(tell(life, done(again)), Forget)
+    assert len(forget.message.keys) == len(again.message.keys), (
+        "nobody else may start with what comes"
+    )
     assert not life.sequences.by_sequence
+
+
+def test_a_prompt_names_its_block_when_a_fetch_of_the_same_block_fails() -> None:
+    life = lifecycle(num_lanes=2, keeps_blocks=True)
+    prompt = tuple(range(3 * BLOCK_SIZE))
+    tell(life, events.Submitted(replace(request("own"), prompt_token_ids=prompt)))
+    open_all(life)
+    (run,) = tell(life, events.LaneReady(0))
+    sources = (replace(SOURCES[0], num_tokens=2 * BLOCK_SIZE, is_held=False),)
+    borrower = replace(coming(), request_id="b", prompt_token_ids=prompt, drawn={}, sources=sources)
+    tell(life, events.Submitted(borrower))
+    (fetch,) = sent(tell(life, events.LaneIdle(1)), Fetch)
+    told = end(life, run)
+    tell(life, done(fetch, has_failed=True))
+    while not (handed := [x for x in told if isinstance(x, events.HandOver)]):
+        tell(life, events.LaneIdle(0))
+        (run,) = tell(life, events.LaneReady(0))
+        told = end(life, run)
+    assert [x.num_tokens for x in handed] == [len(prompt)]
+
+
+def test_a_prompt_whose_blocks_are_doubted_is_not_handed_over() -> None:
+    life = lifecycle(keeps_blocks=True)
+    prompt = (5,) * 2 * BLOCK_SIZE
+    tell(life, events.Submitted(Request("x", (*prompt, 1), SamplingParams(), 3, seed=0)))
+    open_all(life)
+    while life.sequences.by_sequence:
+        step(life)
+    tell(life, events.Submitted(Request("b", (*prompt, 2, 2), SamplingParams(), 3, seed=0)))
+    tell(life, events.Submitted(replace(request("c"), prompt_token_ids=(*prompt, 3, 3))))
+    open_all(life)
+    (run,) = tell(life, events.LaneReady(0))
+    spoilt, drawn = RequestError("logits are not finite"), []
+    for sequence in (chunk.sequence for chunk in run.chunks):
+        sequence.is_spoilt = sequence.request.request_id == "b"
+        draw = events.Drawn(sequence, error=spoilt) if sequence.is_spoilt else None
+        drawn.append(draw or events.Drawn(sequence, 7))
+    told = tell(life, events.StepDone(0, tuple(drawn)))
+    assert not [x for x in told if isinstance(x, events.HandOver)]
+    failed = {x.request_id: x.error.code for x in told if isinstance(x, events.Fail)}
+    assert failed == {"b": spoilt.code, "c": HANDED_OVER_LOST}
 
 
 def test_tokens_that_are_to_be_drawn_again_are_not_fetched() -> None:

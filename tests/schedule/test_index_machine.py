@@ -47,7 +47,11 @@ class World:
         if num_there < len(keys) and self.index.get(keys[num_there]) is not None:
             return  # it is VOID: another sequence's copy has that key
         before = [None, *keys][:num_there]
-        self._number_job(self.index.begin_fetch(keys[:num_there], before, self._num_jobs))
+        ends = [SIZE * (place + 1) for place in range(num_there)]
+        fetched = self.index.begin_fetch(keys[:num_there], before, ends)
+        for block in fetched:
+            block.job = self._num_jobs
+        self._number_job([block.key for block in fetched])
         self.index.use(keys[:num_there], as_hit=True)
         for place in range(num_there, len(keys)):
             if keys[place] in self.index:

@@ -53,9 +53,8 @@ def test_attention_reads_only_what_was_written_for_it(
 ) -> None:
     """All prompts begin alike. Counts are compared after every event.
 
-    Some sequences are suspended, some blocks do not arrive, and some sequences step
-    before theirs have arrived. ``reach``: a sliding window, or ``"split"``.
-    """
+    Some sequences are suspended, some blocks do not arrive, and some sequences step before theirs
+    have arrived. ``reach``: a sliding window, or ``"split"``."""
     chance = random.Random(len(requests))
     is_split = reach == "split"
     made = {"opening_steps": int(late), "swap_threshold": threshold}

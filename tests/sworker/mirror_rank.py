@@ -1,10 +1,9 @@
-"""Run by tests as another process: the second of two S-workers, which mirrors
-the first, once for each line that it reads: a checkpoint's number, and a place to meet.
+"""Run by tests as another process: the second of two S-workers, which mirrors the first, once for
+each line that it reads: a checkpoint's number, and a place to meet.
 
 Usage: mirror_rank.py DIRECTORY CHECKPOINT ...
 
-Every other checkpoint's steps are padded to buckets, as for CUDA graphs.
-"""
+Every other checkpoint's steps are padded to buckets, as for CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Every family says what transformers says: logits within 1e-4; and in 16 bits what rounding
 explains. Rotary frequencies equal transformers', and their table rounds once.
 
-Batches are ragged; transformers sees each sequence alone, so a token that
-leaked between sequences would show.
-"""
+Batches are ragged; transformers sees each sequence alone, so a token that leaked between sequences
+would show."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ Answer = tuple[Tensor, Tensor]
 
 class Case(NamedTuple):
     module: str
-    router: str
-    """Class."""
+    router: str  # class
     config: str
     options: dict[str, Any]
     asks: Callable[[nn.Module, Tensor, Tensor], Answer] | None = None

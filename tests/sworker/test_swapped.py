@@ -38,8 +38,7 @@ class Lanes:
     most_tokens: int = 40
     found: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """What was read, and what ought to have been."""
-    copied: int = 0
-    """Blocks that a step needed and weren't there from the lane's last step."""
+    copied: int = 0  # blocks that a step needed and weren't there from the lane's last step
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(3)

@@ -36,8 +36,7 @@ class Code:
 
     name: str
     registers: int
-    stack_bytes: int
-    """Registers that were spilled, of each thread."""
+    stack_bytes: int  # registers that were spilled, of each thread
     shared_bytes: int
 
 

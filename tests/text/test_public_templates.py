@@ -45,18 +45,15 @@ class Public:
     """A template, and what is found out about it."""
 
     source: str
-    reasoning: str | None = None
-    """The format's name."""
+    reasoning: str | None = None  # the format's name
     tools: str | None = None
     """The format's name. None if it takes none."""
     answer: str = "Fine, thanks."
     """As the model writes it, with a call of ``f`` if it can."""
     system: str = "S"
     """What the model sees of the instructions S and then D. Empty if they are refused."""
-    parts: tuple[str, ...] = ()
-    """Roles that take parts."""
-    refuses: tuple[str, ...] = ()
-    """Roles that are refused by name."""
+    parts: tuple[str, ...] = ()  # roles that take parts
+    refuses: tuple[str, ...] = ()  # roles that are refused by name
 
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"

@@ -1,4 +1,4 @@
-"""An engine among others of its process."""
+"""An engine among others of its host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Colocation:
     neighbours: Neighbourhood  # all of them, as far as they are of this process
     name: str
     """What this engine's are called by, before their numbers."""
-    num_engines: int  # in this process, which share what this host has
+    num_engines: int  # on this host
     role: InstanceRole  # what it is given at first
     place: int = 0  # which of this host's it is: GPUs are counted so
     ranks: StageRanks | None = None

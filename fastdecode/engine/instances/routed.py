@@ -68,6 +68,9 @@ class InstanceRun:
             raise _lie("a sequence goes on after its end")
         if self.num_tokens.get(index, 0) + len(tokens) > asked.max_tokens:
             raise _lie(f"more than the {asked.max_tokens} tokens that were asked for")
+        is_short = self.num_tokens.get(index, 0) + len(tokens) < asked.max_tokens
+        if delta.finish_reason == "length" and (asked.hands_over or is_short):
+            raise _lie("a sequence is as long as it may be, and isn't")
         if any(token >= spec.vocab_size for token in tokens):
             raise _lie(f"a token beyond the vocabulary of {spec.vocab_size}")
         drawn = tokens[len(tokens) - len(delta.logprobs or ()) :]

@@ -264,6 +264,8 @@ class Router:
         if delta.error is not None:
             self._failed(routed, run, delta.error)
             return
+        if delta.fetch_failed and routed.borrowed and not routed.sources:
+            self._prefixes.forget(routed.borrowed[0].reading)
         if delta.has_fetched and routed.sources:
             self._release(routed)
         if not routed.num_left:
@@ -299,6 +301,7 @@ class Router:
     def _lose(self, client: EngineClient) -> list[RoutedRequest]:
         """Give an instance nothing more. Return the requests that it had, to be continued
         elsewhere."""
+        self._prefixes.forget_lost(self.clients.index(client))
         self._set_open()
         had = []
         for routed in list(self.by_request.values()):
@@ -315,6 +318,8 @@ class Router:
         self.num_moved += 1
         self._leave(routed)
         routed.sources, routed.job = (), job or routed.job
+        for said in routed.said:
+            said.kept_at = ()
         try:
             self.dispatcher.check_possible(routed.job)
         except CapacityError as error:

@@ -31,7 +31,7 @@ from fastdecode.wire.zmq.keys import ClusterKey
 
 logger = logging.getLogger(__name__)
 
-CLOSING_S = 60.0  # how long instances may take to end, all together
+CLOSING_S = 45.0  # how long instances may take to end, all together
 _BOOT: Final = (
     "from fastdecode.core.host.processes import end_with; end_with(int(given), 'an instance'); "
     "from fastdecode.engine.instances.processes import serve_spawned; serve_spawned()"

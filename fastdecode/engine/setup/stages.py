@@ -126,8 +126,9 @@ class StageSetup:
                 ranks = meet_ranks(resolved)
                 opened.callback(ranks.close)
             _, model = load_stage(self.checkpoint, resolved, self.number, ranks)
-            s_worker = make_s_worker(self.spec, model, resolved, ranks)
+            # In the order in which the other ranks agree (``mirror_leader``).
             greeting = make_hello(self.checkpoint, self.own_spec, resolved, ranks)
+            s_worker = make_s_worker(self.spec, model, resolved, ranks)
         asked = _await_hello(self, fleet, links)
         if asked is None:
             return

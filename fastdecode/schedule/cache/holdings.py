@@ -273,6 +273,10 @@ class Holdings:
         for part in self._held[sequence.sequence_id]:
             first = part.part.first_token // size
             own = keys[first : first + part.num_full(num_tokens, size)]
+            for place, key in enumerate(own):  # another block had the name, and is gone
+                if part.names[place] is None and key not in self.stock[part.holder]:
+                    before = own[place - 1] if place else None
+                    part.names[place : place + 1] = self.stock.keep(part.part, place, [key], before)
             if part.end is None and num_tokens % size:
                 own, before = keys[first:], keys[-2] if len(keys) - 1 > first else None
                 is_new = self.stock.name_tail(part.part, own[-1], before, num_tokens)
@@ -315,7 +319,7 @@ class Holdings:
             self.stock.release(part.holder, part.keys, for_good=sequence.is_spoilt)
             self.stock.drop_unseen(part.holder, part.keys, sequence.num_cached)
             if not self.chains.is_shared(sequence):
-                self.stock.drop(part.holder, part.keys)
+                self.stock.drop_own(part.holder, part.keys)
         if (tail := self._passing.pop(sequence.sequence_id, None)) is not None:
             self.stock.drop(tail[0], [tail[1]])
 

@@ -81,6 +81,9 @@ class Handing:
         if siblings and all(map(_is_exported, siblings)):
             life = siblings[0]
             num_tokens = self._scheduler.ledger.cache.offer(life.sequence)
+            if not num_tokens:
+                self.lose(life)  # nobody may read its first block
+                return
             self._endings.close(life)
             self._out.append(HandOver(life.sequence, num_tokens))
 
@@ -90,9 +93,7 @@ class Handing:
         if request_id in self._table.by_request:
             self._endings.drop(
                 request_id,
-                WorkerError(
-                    "the R-worker is lost that had its prompt on offer", code=HANDED_OVER_LOST
-                ),
+                WorkerError("its prompt on offer cannot be read any more", code=HANDED_OVER_LOST),
             )
 
     def interrupt(self, holder: HolderId) -> None:

@@ -1,8 +1,7 @@
 """A job whose rank 0 leaves while others hang, which it may have noticed, beside one that has
 died; the last waits for the end of rank 0.
 
-Usage: hanging.py NUM_STOPPED noticed|unnoticed
-"""
+Usage: hanging.py NUM_STOPPED noticed|unnoticed"""
 
 from __future__ import annotations
 

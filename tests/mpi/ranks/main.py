@@ -1,8 +1,7 @@
-"""Run by every rank of a test's MPI job: rank 0 runs the pytest file that it is
-given, the others are its puppets.
+"""Run by every rank of a test's MPI job: rank 0 runs the pytest file that it is given, the others
+are its puppets.
 
-Usage: main.py FILE SOCKET [PYTEST-OPTION ...]
-"""
+Usage: main.py FILE SOCKET [PYTEST-OPTION ...]"""
 
 from __future__ import annotations
 

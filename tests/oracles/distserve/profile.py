@@ -19,13 +19,10 @@ BACKENDS: tuple[Backend, ...] = ("distserve", "vllm")
 class StageTimes:
     """A stage's latencies at one degree of tensor parallelism."""
 
-    prefill: tuple[float, float, float]
-    """Fixed, a token, a token squared."""
-    decode_small: tuple[float, float, float]
-    """Fixed, a context token, a sequence."""
+    prefill: tuple[float, float, float]  # fixed, a token, a token squared
+    decode_small: tuple[float, float, float]  # fixed, a context token, a sequence
     decode_large: tuple[float, float, float]
-    large_from: int
-    """Batches of so many sequences on are large."""
+    large_from: int  # batches of so many sequences on are large
 
     def prefill_ms(self, num_tokens: int, num_squared: int, num_stages: int) -> float:
         """One stage of a pipeline of so many.
@@ -58,8 +55,7 @@ class PublishedModel:
     """One model of the profile."""
 
     name: str
-    times: dict[Backend, dict[int, StageTimes]]
-    """By tensor parallelism."""
+    times: dict[Backend, dict[int, StageTimes]]  # by tensor parallelism
     max_tokens: dict[tuple[int, int], int]
     """By tensor and pipeline parallelism: prompt tokens that a batch may have."""
 

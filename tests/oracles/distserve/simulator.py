@@ -36,12 +36,9 @@ class _Request:
     prompt: int
     output: int
     arrived_ms: float
-    context: int = 0
-    """Tokens of prompt and output so far, as decoding counts them."""
-    left: int = 0
-    """Decode iterations still to come."""
-    batch: int = -1
-    """In which it is prefilled."""
+    context: int = 0  # tokens of prompt and output so far, as decoding counts them
+    left: int = 0  # decode iterations still to come
+    batch: int = -1  # in which it is prefilled
     first_ms: float = 0.0
     ended_ms: float = 0.0
 
