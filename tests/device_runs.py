@@ -65,7 +65,7 @@ class LateFleet:
     num_queries: int = 0  # rows of q that were sent
     lost: dict[int, object] = field(default_factory=dict)
     gone: dict[int, object] = field(default_factory=dict)
-    moves: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(has_moves=False))
+    has_moves: bool = False
     _asked: dict[int, deque[Attend]] = field(default_factory=dict)
     _o: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
     _wants_lse: dict[tuple[int, int], bool] = field(default_factory=dict)

@@ -177,7 +177,7 @@ def _answer(connection: Any, num_messages: int) -> int:
 
 
 def _hold(connection: Any, num_messages: int) -> list[Any]:
-    """Receive and keep so many messages; say ``Accepted`` when the last is here; give them all."""
+    """Receive and keep that many messages; say ``Accepted`` at the last; give them all."""
     held = [connection.receive(WAIT_S) for _ in range(num_messages)]
     connection.send(Accepted(num_messages))
     return held

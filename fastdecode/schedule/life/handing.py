@@ -82,7 +82,7 @@ class Handing:
             life = siblings[0]
             num_tokens = self._scheduler.ledger.cache.offer(life.sequence)
             if not num_tokens:
-                self.lose(life)  # nobody may read its first block
+                self.lose(life)  # its first block may not be read
                 return
             self._endings.close(life)
             self._out.append(HandOver(life.sequence, num_tokens))
