@@ -95,10 +95,8 @@ class Setup:
         """Return the same GPUs with weights and KV in FP8, as engines without offload serve them.
         GPUs without FP8 units compute in 16 bits."""
         gpu, cpu = self.gpu, self.cpu
-        if isinstance(cpu, RProfile):
-            cpu = msgspec.structs.replace(
-                cpu, kv_dtype=FP8
-            )  # it fits the plan, which needs no R-part
+        if isinstance(cpu, RProfile):  # it fits the plan, which needs no R-part
+            cpu = msgspec.structs.replace(cpu, kv_dtype=FP8)
         if isinstance(gpu, Gpu) and gpu.fp8_flops_per_s is not None:
             fp8 = gpu.fp8_flops_per_s
             gpu = replace(gpu, fp16_flops_per_s=fp8, bf16_flops_per_s=fp8)
