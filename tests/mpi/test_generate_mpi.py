@@ -97,6 +97,8 @@ TWO_S_WORKERS = {"model_options": "--max-model-len 64", "rope_scaling": LONG_ROP
     ("num_s", "num_r", "options", "more"),
     [
         pytest.param(2, 0, "--kv-memory-gb 0.01", {"btl": "self,tcp"}, id="roles by rank"),
+        pytest.param(4, 0, "--pp 2 --tp 2 --kv-placement gpu --kv-memory-gb 0.01", {},
+                     id="stages of two S-workers each with KV on their devices"),
         pytest.param(10, 0, "--pp 2 --prompt-pp 1 --tp 2 --kv-memory-gb 0.01", TWO_S_WORKERS,
                      id="instances with stages of two S-workers each"),
         *[
