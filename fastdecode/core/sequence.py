@@ -30,15 +30,37 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 100
 MAX_BAD_WORDS = 1024
-_SWITCHES = "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"
 MAX_TOKENS = 1 << 24
+_SWITCHES = "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"
+_NUMBERS: Final = (  # name, lowest, highest, and whether the lowest is excluded
+    ("temperature", 0, 100, False),
+    ("min_p", 0, 1, False),
+    ("presence_penalty", -100, 100, False),
+    ("frequency_penalty", -100, 100, False),
+    ("top_p", 0, 1, True),
+    ("repetition_penalty", 0, 100, True),
+)
+_OPTIONAL_INTEGERS: Final = (  # name, lowest and highest
+    ("seed", -(1 << 63), (1 << 64) - 1),
+    ("max_tokens", 1, MAX_TOKENS),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+)
+_STOP_RULE: Final = (
+    f"a string or a list of at most {MAX_STOP_STRINGS} non-empty strings of at most "
+    f"{MAX_STOP_CHARS} characters"
+)
+_WORDS_RULE: Final = (
+    f"a list of at most {MAX_BAD_WORDS} words of at most {MAX_STOP_CHARS} characters, "
+    "none of them empty"
+)
 
 # Types of what travels between processes. What a peer sent is held to their bounds.
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]
 TokenIds: TypeAlias = tuple[TokenId, ...]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 31)]
 Sources: TypeAlias = Annotated[tuple[KVSource, ...], Meta(max_length=1 << 10)]
-"""At most as many as one fetch reads."""
+"""One fetch reads no more."""
 Log: TypeAlias = Annotated[float, Meta(le=1.0)]
 """Logarithm of a probability, which may be 0. Rounding may take it a little above 1."""
 
@@ -126,8 +148,8 @@ class SamplingParams(metaclass=_TakesOtherNames):
     ``top_p``, ``min_p``, draw.
 
     Raises:
-        RequestError: (code ``invalid_sampling_params``) names the field, its value and what it
-            must be. (code ``unsupported_field``) there is no such field.
+        RequestError: (code ``invalid_sampling_params``) If a value is invalid; names the field,
+            its value and what it must be. (code ``unsupported_field``) If a field is unknown.
     """
 
     if TYPE_CHECKING:  # wider than the fields, which hold what was checked
@@ -205,7 +227,7 @@ class SamplingParams(metaclass=_TakesOtherNames):
     """Stop strings don't count between these two at the text's beginning; an empty first one: the
     prompt ends inside. Chats set it by the model's reasoning format."""
     max_tokens: int | None = 16
-    """Most tokens to generate. None: until the model's limit."""
+    """Most tokens to generate. None allows as many as the model's limit leaves."""
     min_tokens: int = 0
     """EOS and stop ids can't be drawn before this many tokens; stop strings
     don't end the text before it."""
@@ -216,8 +238,8 @@ class SamplingParams(metaclass=_TakesOtherNames):
     skip_special_tokens: bool = True
     """False: the text has the names of special tokens."""
     truncate_prompt_tokens: int | None = None
-    """Keep the last so many tokens of the prompt; -1: as many as the model's limit leaves beside
-    ``max_tokens``; None: all, and a prompt that is too long is an error."""
+    """Keep only this number of the prompt's last tokens. -1 keeps as many as the model's limit
+    leaves beside ``max_tokens``. None keeps all, and a prompt that is too long is an error."""
     logprobs: int | None = None
     """None: no logprobs; k >= 0: the drawn token's, and the k likeliest tokens', at every step."""
     prompt_logprobs: int | None = None
@@ -245,64 +267,47 @@ class SamplingParams(metaclass=_TakesOtherNames):
             object.__setattr__(self, name, value)
 
         put("top_k", 0 if self.top_k == -1 else _integer("top_k", self.top_k, 0, 1 << 30))
-        for name, low, high in (
-            ("temperature", 0, 100),
-            ("min_p", 0, 1),
-            ("presence_penalty", -100, 100),
-            ("frequency_penalty", -100, 100),
-        ):
-            put(name, _number(name, getattr(self, name), low, high))
-        for name, high in (("top_p", 1), ("repetition_penalty", 100)):
-            put(name, _number(name, getattr(self, name), 0, high, open_low=True))
+        for name, low, high, open_low in _NUMBERS:
+            put(name, _number(name, getattr(self, name), low, high, open_low=open_low))
         put("logit_bias", self._checked_logit_bias())
-        for name, least, most in (
-            ("seed", -(1 << 63), (1 << 64) - 1),
-            ("max_tokens", 1, MAX_TOKENS),
-            ("logprobs", 0, MAX_LOGPROBS),
-            ("prompt_logprobs", 0, MAX_LOGPROBS),
-        ):
+        for name, low, high in _OPTIONAL_INTEGERS:
             if (given := getattr(self, name)) is not None:
-                _integer(name, given, least, most)
-        rule = (
-            f"a string or a list of at most {MAX_STOP_STRINGS} non-empty strings of at most "
-            f"{MAX_STOP_CHARS} characters"
-        )
+                _integer(name, given, low, high)
         stop: object = self.stop
         stop = (stop,) if isinstance(stop, str) else stop
-        put("stop", _strings("stop", stop, MAX_STOP_STRINGS, rule))
+        put("stop", _strings("stop", stop, MAX_STOP_STRINGS, _STOP_RULE))
         put("reasoning_marks", _reasoning_marks(self.reasoning_marks))
         put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
                 raise _refuse("allowed_token_ids", [], "a list of at least one token id")
-        rule = (
-            f"a list of at most {MAX_BAD_WORDS} words of at most {MAX_STOP_CHARS} characters, "
-            "none of them empty"
-        )
-        put("bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS, rule))
+        put("bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS, _WORDS_RULE))
         for word in self.bad_words:
             if not word.strip():
-                raise _refuse("bad_words", word, rule)
+                raise _refuse("bad_words", word, _WORDS_RULE)
         put("logits_processors", _logits_processors(self.logits_processors))
         if self.truncate_prompt_tokens not in (None, -1):
             _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_TOKENS)
         put("structured_outputs", StructuredOutputs.of(self.structured_outputs))
+        _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise _refuse(name, getattr(self, name), "true or false")
+        _integer("n", self.n, 1, MAX_N)
+        self._check_together()
+
+    def _check_together(self) -> None:
         if self.structured_outputs is not None:
             for name, nothing in (("ignore_eos", False), ("min_tokens", 0), ("detokenize", True)):
                 if getattr(self, name) != nothing:
                     rule = f"{nothing} beside structured_outputs, which say where the text ends"
                     raise _refuse(name, getattr(self, name), rule)
-        _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise _refuse(name, getattr(self, name), "true or false")
         if self.stop and not self.detokenize:
             rule = "true where stop strings are given, which need text: or use stop_token_ids"
             raise _refuse("detokenize", self.detokenize, rule)
-        _integer("n", self.n, 1, MAX_N)
 
     def _checked_logit_bias(self) -> dict[int, float]:
         given: object = self.logit_bias
@@ -326,8 +331,8 @@ def validate_for_vocab(params: SamplingParams, vocab_size: int) -> None:
     """Check what ``SamplingParams`` couldn't check without knowing the model.
 
     Raises:
-        RequestError: (code ``invalid_sampling_params``) a token id in ``logit_bias``,
-            ``stop_token_ids`` or ``allowed_token_ids`` isn't one of the model's.
+        RequestError: (code ``invalid_sampling_params``) If a token id in ``logit_bias``,
+            ``stop_token_ids`` or ``allowed_token_ids`` is not one of the model's.
     """
     for name, token_ids in (
         ("logit_bias", params.logit_bias),
@@ -369,11 +374,11 @@ class CacheUse:
         RequestError: (code ``invalid_cache``).
     """
 
-    is_off: bool = False  # it leaves nothing behind, and takes nothing that others left
-    salt: str = ""  # it shares with requests of the same salt only
+    is_off: bool = False  # it leaves no blocks behind, and uses none that other requests left
+    salt: str = ""  # it shares blocks with requests of the same salt only
     turn: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
-    """It is a turn of a conversation, whose earlier turns had so many leading tokens of its
-    prompt cached: its own last block is kept though it isn't full. Otherwise None."""
+    """Leading tokens of its prompt that earlier turns of its conversation cached: its own last
+    block is kept though it isn't full. None if it is not a turn of a conversation."""
 
     def __post_init__(self) -> None:
         salt: object = self.salt
@@ -383,7 +388,7 @@ class CacheUse:
 
     @classmethod
     def of(cls, cache: object, salt: object) -> CacheUse:
-        """Read what a request says. None if it says nothing."""
+        """Read a request's fields ``cache`` and ``cache_salt``. None stands for a missing one."""
         if cache not in (None, "on", "off"):
             raise RequestError(
                 Given("cache", cache), ': must be "on" or "off"', code="invalid_cache"
@@ -391,7 +396,7 @@ class CacheUse:
         return cls(cache == "off", "" if salt is None else cast(str, salt))
 
 
-SHARED = CacheUse()  # with all others of no salt
+SHARED = CacheUse()  # shares blocks with all requests that have no salt
 
 
 @dataclass(frozen=True)
@@ -574,7 +579,7 @@ class Sequence:
     A sequence is always continued the same way: run the tokens that aren't cached yet, and once
     all are, draw the next one. So a first prefill, a chunk of one, a decode step (one token to
     run) and a recomputation after the cache was lost (prompt and generated tokens to run) are the
-    same thing to everyone."""
+    same operation everywhere."""
 
     sequence_id: SequenceId
     request: Request
@@ -604,8 +609,8 @@ class Sequence:
     def token_ids(self) -> list[int]:
         """The prompt, then what was generated; its last may be ``COMING``.
 
-        A list of its own from the first use on: thousands of sequences may wait, whose tokens the
-        request keeps. Ask ``num_tokens`` of those."""
+        The list is copied at the first use: thousands of sequences may wait, whose tokens the
+        request keeps. Use ``num_tokens`` for those."""
         return [*self.request.prompt_token_ids, *self.request.drawn.get(self.index, ())]
 
     @property

@@ -89,7 +89,7 @@ class EngineConfig:
                 " is for an instance of the role prefill: add one to ",
                 Given("instances", ",".join(self.instances.instances)),
             )
-        self._check_r_workers()
+        self._check_addresses()
         self._check_tiers()
         self._check_stages()
         for number in range(len(self.instances.placed)):
@@ -100,17 +100,23 @@ class EngineConfig:
             self._check_controller()
         self._check_placement()
 
-    def _check_r_workers(self) -> None:
-        """R-workers at addresses have memory and threads of their own."""
+    def _check_addresses(self) -> None:
+        """Check what goes with addresses: R-workers there have their own memory and threads."""
+        addresses = self.cluster.r_worker_addresses
         for name, value, instead in (
             ("kv_memory_gb", None, "give --kv-memory-gb to each `fastdecode r-worker` instead"),
             ("r_threads", None, "give --threads to each `fastdecode r-worker` instead"),
             ("r_workers", 1, "remove it, or the addresses"),
         ):
-            if self.cluster.r_worker_addresses and self.options[name] != value:
+            if addresses and self.options[name] != value:
                 raise ConfigError(
                     Given(name), f" is for R-workers that this process starts: {instead}"
                 )
+        if self.cluster.key is not None and not (addresses or self.instances.addresses):
+            either = Given("r_worker_addresses"), " or ", Given("instances")
+            raise ConfigError(
+                Given("key"), " is for R-workers and instances at addresses: add ", *either
+            )
 
     def _check_tiers(self) -> None:
         """Check after the features: a pair that is refused needs no size first."""
@@ -123,7 +129,6 @@ class EngineConfig:
             raise ConfigError(what, " is the host tier of KV on the device: add ", instead)
 
     def _check_stages(self) -> None:
-        """Check stages, what swaps between them, and the key of addresses."""
         addresses, pp, lanes = self.cluster.r_worker_addresses, self.s_part.pp, self.batching.lanes
         if len(addresses) % pp:
             raise ConfigError(
@@ -138,11 +143,6 @@ class EngineConfig:
                 "each device: raise ",
                 Given("pp", pp) if lanes is None else Given("lanes", lanes),
                 ", or remove it",
-            )
-        if self.cluster.key is not None and not (addresses or self.instances.addresses):
-            either = Given("r_worker_addresses"), " or ", Given("instances")
-            raise ConfigError(
-                Given("key"), " is for R-workers and instances at addresses: add ", *either
             )
 
     def _check_placement(self) -> None:
@@ -252,9 +252,9 @@ class EngineConfig:
             )
 
     def _check_controller(self) -> None:
-        for each in (one for group in GROUPS.values() for one in declared(group)):
-            name, value = each.name, self.options[each.name]
-            if value != each.default and name not in _OF_A_CONTROLLER:
+        defaults = {each.name: each.default for kind in GROUPS.values() for each in declared(kind)}
+        for name, value in self.options.items():
+            if value != defaults[name] and name not in _OF_A_CONTROLLER:
                 raise ConfigError(
                     Given(name, value),
                     " cannot be set by the controller of ",

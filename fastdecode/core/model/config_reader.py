@@ -1,5 +1,4 @@
-"""Typed, bounded reads of ``config.json``, which another program wrote, and the steps in which
-every family's is read."""
+"""Typed, bounded reads of ``config.json``, which another program wrote."""
 
 from __future__ import annotations
 
@@ -10,18 +9,6 @@ from typing import Any
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CheckpointError, ConfigError, Given, UnsupportedModelError
 
-MAX_VOCAB = 1 << 24
-MAX_HIDDEN = 1 << 18
-MAX_INTERMEDIATE = 1 << 22
-
-REFUSED_IF_TRUE = {
-    "is_encoder_decoder": "an encoder-decoder",
-    "add_cross_attention": "cross-attention",
-    "use_bidirectional_attention": "bidirectional attention",
-    "apply_residual_connection_post_layernorm": "a residual taken after the norm",
-    "pruned_heads": "pruned heads",
-}
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 _OF_ALL_PARTS = (
     "architectures",
     "tie_word_embeddings",
@@ -185,8 +172,8 @@ class ConfigReader:
 
 
 def text_part(reader: ConfigReader) -> ConfigReader:
-    """The config of a model's text part, where it has several (``text_config``),
-    with what the whole says of it; else the config as it is."""
+    """Return the config of the text part of a model with several (``text_config``), with the
+    fields of the whole that overrule it. Return any other config as it is."""
     text = reader.mapping("text_config")
     if text is None:
         return reader

@@ -13,7 +13,6 @@ from dataclasses import replace
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model import moe_rows, names
 from fastdecode.core.model.config_reader import (
-    MAX_HIDDEN,
     ConfigReader,
     read_dtype,
     refuse_feature,
@@ -26,6 +25,7 @@ from fastdecode.core.model.quantisation import read_quantisation
 from fastdecode.core.model.refused import refuse_unknown
 from fastdecode.core.model.rope import MAX_POSITIONS, RotaryRules
 from fastdecode.core.model.rows import (
+    MAX_HIDDEN,
     LayerKinds,
     Read,
     Row,

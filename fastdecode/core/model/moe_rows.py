@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fastdecode.core.errors import UnsupportedModelError
-from fastdecode.core.model.config_reader import MAX_INTERMEDIATE, ConfigReader
+from fastdecode.core.model.config_reader import ConfigReader
 from fastdecode.core.model.moe import MlpKind, Moe, Router
-from fastdecode.core.model.rows import Read
+from fastdecode.core.model.rows import MAX_INTERMEDIATE, Read
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.spec import MAX_LAYERS
 
@@ -130,7 +130,7 @@ def mlps(rule: Read[Callable[[int], bool]]) -> Read[tuple[MlpKind, ...]]:
 
 
 def layers_from(name: str, default: int) -> Read[Callable[[int], bool]]:
-    """All but as many leading layers as a field says."""
+    """Choose all layers but the leading ones that field ``name`` counts."""
 
     def read(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]:
         first = reader.integer(name, low=0, high=MAX_LAYERS, default=default)

@@ -11,15 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
 from fastdecode.core.errors import UnsupportedModelError
-from fastdecode.core.model.config_reader import (
-    EXPERTS,
-    MAX_HIDDEN,
-    MAX_INTERMEDIATE,
-    MAX_VOCAB,
-    REFUSED_IF_TRUE,
-    ConfigReader,
-    refuse_feature,
-)
+from fastdecode.core.model.config_reader import ConfigReader, refuse_feature
 from fastdecode.core.model.names import CheckpointNames
 from fastdecode.core.model.rope import MAX_POSITIONS, RopeSpec, RotaryRules, read_rope
 from fastdecode.core.model.spec import Activation, ModelSpec
@@ -33,6 +25,9 @@ LayerKinds: TypeAlias = tuple[str, ...]
 """Of each layer, as ``layer_types`` has it: full_attention, sliding_attention
 (with a window) or chunked_attention."""
 
+MAX_HIDDEN = 1 << 18
+MAX_INTERMEDIATE = 1 << 22
+_MAX_VOCAB = 1 << 24
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -47,6 +42,14 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu2",
     "xielu": "xielu",
 }
+_REFUSED_IF_TRUE = {
+    "is_encoder_decoder": "an encoder-decoder",
+    "add_cross_attention": "cross-attention",
+    "use_bidirectional_attention": "bidirectional attention",
+    "apply_residual_connection_post_layernorm": "a residual taken after the norm",
+    "pruned_heads": "pruned heads",
+}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 
 
 # --- Lookups
@@ -174,8 +177,8 @@ class Row:
 
     def refuse_features(self, reader: ConfigReader) -> None:
         """Refuse what the config asks for and is not implemented."""
-        others = {} if "moe" in self.fields else dict.fromkeys(EXPERTS, "a mixture of experts")
-        for name, feature in {**REFUSED_IF_TRUE, **others, **self.refused}.items():
+        others = {} if "moe" in self.fields else dict.fromkeys(_EXPERTS, "a mixture of experts")
+        for name, feature in {**_REFUSED_IF_TRUE, **others, **self.refused}.items():
             value = reader.fields.get(name)
             if (value and value != 1) or value is True:
                 raise refuse_feature(reader, name, feature)
@@ -207,7 +210,7 @@ class Row:
         hidden = reader.integer("hidden_size", "n_embd", "n_embed", "d_model", high=MAX_HIDDEN)
         spec = replace(
             spec,
-            vocab_size=reader.integer("vocab_size", high=MAX_VOCAB),
+            vocab_size=reader.integer("vocab_size", high=_MAX_VOCAB),
             hidden_size=hidden,
             embedding_size=hidden,
             intermediate_size=4 * hidden,
