@@ -286,7 +286,7 @@ def test_answers_about_a_copy_that_is_given_up_are_of_the_r_worker_that_was_aske
         stages.say(1, ColumnLost(W, "gone", "it left"))
         stages.fleet.take_losses()
         members.placement.move(one, other)
-        stages.fleet.go_on(W)
+        stages.fleet.resume(W)
         stages.fleet.send(W, Open(75, 100))
         stages.fleet.send(V, Open(76, 100))
         stages.fleet.give_up(W)

@@ -7,8 +7,8 @@ flight finish. The newcomer is asked what it has (``TakeOver``), and serves the 
 the last step that it lacks run again. Then the neighbour drops the cache. If either is lost before,
 the other one serves.
 
-The other cache, the replica that the newcomer keeps of the one before it, comes when the ring is
-closed over it, right afterwards: both travel through its port, and so the first is soonest safe.
+The newcomer also keeps a replica of the R-worker before it. That copy starts when the ring is
+closed over the newcomer, right afterwards: both copies share its port, so the first is safe sooner.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
-"""After a copy that came to nothing, though both R-workers live; twice as long every time."""
+"""Pauses after a copy that failed although both R-workers live. Each is twice the one before."""
 
 
 @dataclass
@@ -46,13 +46,12 @@ class Failover:
 
 @dataclass(frozen=True)
 class Return:
-    """A cache that a neighbour had taken over, and another R-worker serves now, in
-    the lost one's place."""
+    """A cache that a neighbour had taken over, and that the lost R-worker's replacement serves."""
 
     worker: str
     keeper: str  # the neighbour
     copy_s: float
-    """From when it came until it had caught up, in which no step waited for it."""
+    """From the replacement's arrival until it had caught up. No step waited for it."""
     drain_s: float  # from then until no step was in flight
     resume_s: float  # from then until it served
     went_on_s: float  # when that was, by the clock
@@ -60,19 +59,19 @@ class Return:
 
 @dataclass
 class ReplicaFigures:
-    """What has become of replicas so far."""
+    """Counts of what happened to replicas."""
 
     failovers: list[Failover] = field(default_factory=list)
     returns: list[Return] = field(default_factory=list)
     num_recomputed_holders: int = 0
-    """Lost R-workers of which there was no replica, or not any more."""
+    """Lost R-workers without a usable replica."""
     num_rings: int = 0
-    """How often the ring was closed again, without a lost one or with one that came."""
+    """How often the ring was closed again, without a lost R-worker or with a replacement."""
     unprotected_s: float = 0.0  # time in which some R-worker had no replica
     lags: Counter[int] = field(default_factory=Counter)  # see ``Protection.lags``
 
     def lag(self, percent: float) -> int | None:
-        """Steps that had begun since the one that a neighbour has, at this
+        """Return how many steps a replica lags behind the last one that has begun, at this
         percentile. None if no replica has reported."""
         left = percent / 100 * self.lags.total()
         for lag, count in sorted(self.lags.items()):
@@ -84,14 +83,14 @@ class ReplicaFigures:
 
 @dataclass
 class Handover:
-    """One cache on its way."""
+    """A cache that a neighbour hands to the lost R-worker's replacement."""
 
     source: HolderId  # the neighbour that serves it
-    since_s: float  # when a newcomer had come
+    since_s: float  # when a newcomer had arrived
     is_copying: bool = False
     leaves_s: float | None = None  # when it had caught up
     asked_s: float | None = None
-    """When no step was in flight any more, and the newcomer was asked."""
+    """When the newcomer was asked what it has: no step was in flight by then."""
 
 
 class Failovers:
@@ -99,7 +98,7 @@ class Failovers:
 
     Args:
         circle: The ring's holders.
-        figures: Counts of all rings. None if there are no others.
+        figures: Counts that all rings share. None for the first ring, which makes them.
     """
 
     def __init__(
@@ -115,14 +114,13 @@ class Failovers:
         self._ring = Ring(fleet, options, clock, fleet.pending.deadlines)
         self.circle = list(circle)  # the ring's holders, lost ones included
         self.failing: dict[HolderId, Failover] = {}
-        """Lost holders that others can take over, and don't yet."""
+        """Lost holders that other R-workers are about to take over."""
         self.replacements: HubReplacements | None = None
         """R-workers that get what neighbours took over. None if none may come."""
         self._handovers: dict[HolderId, Handover] = {}  # under way, by the lost holder
         self._pauses: dict[HolderId, tuple[float, float]] = {}  # until when, and how long
         self._counts_links = figures is None
         self.figures = figures or ReplicaFigures(lags=self._ring.protection.lags)
-        """What happened to replicas so far."""
 
     @property
     def adopted(self) -> set[HolderId]:
@@ -141,10 +139,10 @@ class Failovers:
         lost = self._fleet.lost
         self._ring.close([holder for holder in self.circle if holder not in lost])
 
-    def take_news(self, last_step: int, heard: Sequence[ReplicationNews]) -> None:
-        """Take in what R-workers have reported of their replicas (``heard``).
-        ``last_step``: the last one that has begun."""
-        for news in heard:
+    def take_news(self, last_step: int, reports: Sequence[ReplicationNews]) -> None:
+        """Take in what R-workers have reported of their replicas. ``last_step``: the last one
+        that has begun."""
+        for news in reports:
             self._ring.take(news, last_step)
         self._ring.protection.count()
         if self._counts_links:
@@ -236,18 +234,16 @@ class Failovers:
         handover = self._handovers.get(holder)
         if handover is not None and handover.asked_s is not None:
             # The newcomer is lost before it has answered, and the neighbour has it all.
-            is_there = handover.source not in self._fleet.gone
-            if is_there:
+            has_copy = handover.source not in self._fleet.gone
+            if has_copy:
                 self._fleet.placement.move(holder, handover.source)
-            self._cancel(holder)
-            return is_there
-        if not self._may_go_on(holder):
-            self._cancel(holder)
-            return False
-        return True
+        elif has_copy := self._is_copied(holder):
+            return True
+        self._cancel(holder)
+        return has_copy
 
-    def _may_go_on(self, holder: HolderId) -> bool:
-        """Return True if a newcomer is there with a copy, complete or not."""
+    def _is_copied(self, holder: HolderId) -> bool:
+        """Return True if a newcomer is connected and has a copy, complete or not."""
         handover, places = self._handovers.get(holder), self.replacements
         if handover is None or not handover.is_copying or handover.asked_s is not None:
             return False
@@ -255,8 +251,7 @@ class Failovers:
         return is_kept and places is not None and places.has_made_way(holder)
 
     def _cancel(self, holder: HolderId) -> None:
-        """End a handover whose newcomer is lost, or not wanted: the neighbour has the cache as
-        before."""
+        """End a handover whose newcomer is lost or of no use: the neighbour keeps the cache."""
         handover = self._handovers.pop(holder, None)
         if handover is None:
             return
@@ -265,14 +260,14 @@ class Failovers:
         if handover.asked_s is None and self.replacements is not None:
             self.replacements.greet_again(holder)
 
-    def go_on(self, holder: HolderId) -> bool:
+    def take_over(self, holder: HolderId) -> bool:
         """Move a holder that is lost, or leaves the neighbour that served it, to the R-worker that
-        takes over. Return False if there is none."""
+        takes over. Return False if no R-worker can."""
         failover = self.failing.get(holder)
         if failover is not None:
             failover.drain_s = self._clock() - failover.noticed_s
-        if self._may_go_on(holder) and self.replacements is not None:
-            # The newcomer keeps the holder now, and is to be asked at once what it has.
+        if self._is_copied(holder) and self.replacements is not None:
+            # The newcomer keeps the holder now, and the caller asks it what it has.
             self._handovers[holder].asked_s = self._clock()
             self.replacements.admit(holder)
             self._fleet.revive(holder, has_cache=False)
@@ -284,7 +279,8 @@ class Failovers:
         return True
 
     def _stay(self, holder: HolderId) -> bool:
-        """Leave a holder at the neighbour, or move it there. Return False if that is lost."""
+        """Leave a holder at the neighbour, or move it there. Return False if the neighbour is
+        lost."""
         if holder in self.adopted:
             self._cancel(holder)
             return not self._fleet.is_lost(holder)
@@ -295,7 +291,7 @@ class Failovers:
         self._ring.restore(holder)
         return True
 
-    def went_on(self, holder: HolderId, *, is_empty: bool) -> None:
+    def taken_over(self, holder: HolderId, *, is_empty: bool) -> None:
         """Take in that the R-worker that replaces a holder has reported what it has."""
         failover = self.failing.pop(holder, None)
         handover = self._handovers.pop(holder, None)
@@ -306,11 +302,7 @@ class Failovers:
             failover.resume_s = self._clock() - since_s
             failover.keeper = self._fleet.peer(holder)
             self.figures.failovers.append(failover)
-            logger.warning(
-                "%s goes on for %s, with the replica that it has kept",
-                failover.keeper,
-                failover.worker,
-            )
+            logger.warning("%s took over for %s from its replica", failover.keeper, failover.worker)
         if handover is not None:
             self._return(holder, handover, is_planned=failover is None)
 
@@ -329,10 +321,10 @@ class Failovers:
         now = self._clock()
         spans = copy_s, drain_s, now - handover.asked_s
         self.figures.returns.append(Return(*names, *spans, now))
-        logger.warning("%s goes on with the cache that %s had taken over", *names)
+        logger.warning("%s continues with the cache that %s had taken over", *names)
 
     def give_up(self, holder: HolderId) -> None:
-        """Forget a holder of which nothing is left, lost or not: none need take it over."""
+        """Abandon the failover of a holder of which nothing is left, lost or not."""
         self.failing.pop(holder, None)
         if holder in self.adopted:
             self._ring.forget(holder)
@@ -341,8 +333,8 @@ class Failovers:
             self._ring.forget(holder)
 
     def end_all(self) -> bool:
-        """End all failovers and replicas. Return True once all of that is over; until then, call
-        again."""
+        """End all failovers and replicas. Return True once every R-worker has confirmed; until
+        then, call again."""
         for holder in self.adopted | self.failing.keys():
             self._cancel(holder)
             self._fleet.placement.give_back(holder)
@@ -360,9 +352,9 @@ class Failovers:
             return
         lost = self._fleet.lost
         present = [one for one in self.circle if one not in lost]
-        there = [one for one in present if one not in without]
-        if present and not self._ring.is_closed_over(there) and self._ring.make_way(there):
+        members = [one for one in present if one not in without]
+        if present and not self._ring.is_closed_over(members) and self._ring.make_way(members):
             self.figures.num_rings += self._counts_links
-            self._ring.close(there)
-            if len(there) > 1:
-                logger.warning("the ring of replicas is closed over %d R-workers", len(there))
+            self._ring.close(members)
+            if len(members) > 1:
+                logger.warning("the ring of replicas is closed over %d R-workers", len(members))

@@ -366,7 +366,7 @@ class GroupPool:
         lost, group.lost_members = group.lost_members, []
         return lost
 
-    def go_on(self, holder: HolderId) -> None:
+    def resume(self, holder: HolderId) -> None:
         group = self.groups[holder]
         group.begin(group.shards)
         group.loss = None

@@ -254,11 +254,11 @@ class WorkerPool:
         """The members that a lost holder has lost since the last call."""
         return [holder]
 
-    def go_on(self, holder: HolderId) -> None:
-        """Neighbours have taken over the members that a holder had lost."""
+    def resume(self, holder: HolderId) -> None:
+        """Use a lost holder again: neighbours have taken over the members that it had lost."""
 
     def give_up(self, holder: HolderId) -> None:
-        """No neighbour takes over a holder's lost members any more."""
+        """Treat a holder as lost until it is revived: no neighbour takes over its members."""
 
     def peer(self, holder: HolderId) -> str:
         """The name of the worker that keeps a holder, for people."""

@@ -1,7 +1,7 @@
-"""The ring of R-workers as the engine sees it: who keeps whose replica, and how far each is.
+"""The ring of R-workers as the engine sees it: which keeps which replica, and how far each is.
 
-The members change (``close``): without one that is lost, and with one that has come. Who has
-another neighbour than before begins a new link; the others go on with theirs.
+The members change (``close``): without a lost R-worker, and with a replacement. A member that gets
+another neighbour begins a new link; the others keep theirs.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ MOST_LAG: Final = 1000  # steps; a replica that is further behind counts as that
 class _Replica(Enum):
     """State of a holder's replica."""
 
-    NEW = "new"  # to be kept; its keeper has reported nothing yet
+    NEW = "new"  # begun, but its keeper has reported nothing yet
     KEPT = "kept"
     CAUGHT_UP = "caught up"
     """It has had all that was cached at the end of some step."""
-    ENDED = "ended"  # there is none, or it isn't kept up to date any more
+    ENDED = "ended"  # missing, or no longer kept up to date
 
 
 class Protection:
@@ -56,8 +56,8 @@ class Protection:
         self.unprotected_s = 0.0
         """Time in which some R-worker had no replica, up to the last ``count``."""
         self.lags: Counter[int] = Counter()
-        """Steps that had begun since the one that a neighbour has, at most
-        ``MOST_LAG``: how often it was said."""
+        """How often each lag was reported: steps begun since the one that a neighbour has, at
+        most ``MOST_LAG``."""
 
     @property
     def bare(self) -> set[HolderId]:
@@ -75,17 +75,17 @@ class Protection:
         self._states[holder] = _Replica.NEW
 
     def end(self, holder: HolderId) -> None:
-        """Its replica isn't kept up to date any more."""
+        """Note that a holder's replica is no longer kept up to date."""
         self._states[holder] = _Replica.ENDED
 
     def only(self, kept: Collection[HolderId], members: Collection[HolderId]) -> None:
-        """Of the ring's members, replicas are kept of these; others don't count any more."""
+        """Track the ring's members alone, of which the ``kept`` have replicas."""
         self._states = dict.fromkeys(members, _Replica.ENDED) | {
             holder: self._states.get(holder, _Replica.KEPT) for holder in kept
         }
 
     def hear(self, news: Replicated, last_step: int) -> None:
-        """How far a replica is. ``last_step``: that has begun."""
+        """Take in how far a replica is. ``last_step``: the last one that has begun."""
         holder = HolderId(news.holder)
         has_caught_up = news.step != NO_STEP
         if self._states.get(holder) in (_Replica.NEW, _Replica.KEPT):
@@ -94,7 +94,7 @@ class Protection:
             self.lags[min(max(0, last_step - news.step), MOST_LAG)] += 1
 
     def is_cut(self, holder: HolderId) -> bool:
-        """Whether there is no replica, or it isn't kept up to date any more."""
+        """Return True if a replica is missing, or no longer kept up to date."""
         return self._states.get(holder) is _Replica.ENDED
 
     def has_caught_up(self, holder: HolderId) -> bool:
@@ -109,7 +109,7 @@ class Protection:
 
 
 DISK: Final = HolderId(-1)
-"""In the place of a keeper: the replica goes into a file, and any R-worker restores it."""
+"""A keeper that stands for a file, which any R-worker can restore the replica from."""
 
 
 @dataclass(frozen=True)
@@ -117,23 +117,23 @@ class LinkOptions:
     """Options that all replication links share."""
 
     addresses: Sequence[str] | Mapping[HolderId, str]
-    """What R-workers call each other, by their holders; of a replacement, its own."""
-    num_bytes: int  # that a link may have under way unanswered
+    """What R-workers call each other, by their holders; a replacement has its own."""
+    num_bytes: int  # most bytes in flight without an answer, per link
     timeout_s: float  # how long a neighbour may take to make room
     session: int  # secret of this run, in which holders were greeted
     keepers: Mapping[HolderId, HolderId] = field(default_factory=dict)
-    """The R-worker without a holder that keeps each holder's replica, or ``DISK``; empty:
-    the holders' own R-workers keep the replicas, in a ring."""
+    """The R-worker without a holder that keeps each holder's replica, or ``DISK``. If empty, the
+    holders' own R-workers keep the replicas, in a ring."""
     begin_s: float = 0.0
-    """How long the start waits for all replicas; 0: they come while sequences run."""
+    """How long the start waits for all replicas. At 0 they are made while sequences run."""
 
     @property
     def are_in_files(self) -> bool:
-        """Whether all replicas are."""
+        """True if all replicas are in files."""
         return DISK in self.keepers.values()
 
     def address(self, keeper: HolderId) -> str:
-        """Where a keeper is, as R-workers call it."""
+        """Return where R-workers reach a keeper."""
         return ON_DISK if keeper == DISK else self.addresses[keeper]
 
 
@@ -144,20 +144,20 @@ class Ring:
         self, fleet: WorkerPool, options: LinkOptions, clock: Clock, deadlines: Deadlines
     ) -> None:
         self._fleet = fleet
-        self._deadlines = replace(deadlines)  # it looks at moments of its own
+        self._deadlines = replace(deadlines)  # the ring looks at other times than the pool
         self.options: Final = options
-        # Who keeps each one's replica. A holder may be its own: whoever has come
-        # in its place does, while a neighbour goes on for it.
+        # The keeper of each holder's replica. A holder may be its own: its replacement keeps a
+        # copy while a neighbour serves it.
         self._keepers: dict[HolderId, HolderId] = {}
-        # Replicas that end, and their keepers: since when they are to be dropped.
+        # When each replica that ends was to be dropped, by holder and keeper.
         self._dropping: dict[tuple[HolderId, HolderId], float] = {}
         self._links: Counter[HolderId] = Counter()
-        """Number of each holder's last link, which is in all reports on it. 0 if there was none."""
+        """Number of each holder's last link, which all reports on it carry. 0 before the first."""
         self.protection: Final = Protection(clock)
 
     def make_way(self, members: Sequence[HolderId]) -> bool:
-        """End what would be in the way of a ring of these. Whether all of that
-        is over; if not, ask again."""
+        """Drop every replica that a ring of ``members`` does not use. Return True once all drops
+        are confirmed; until then, call again."""
         wanted = self._pairs(members)
         for holder, keeper in list(self._keepers.items()):
             if wanted.get(holder) != keeper:
@@ -171,8 +171,8 @@ class Ring:
         return not self._dropping
 
     def _give_up_silent(self) -> None:
-        """Keepers that are to drop a replica, and hang. They owe no answer: where
-        no step is under way, nobody else would miss them."""
+        """Lose keepers that are to drop a replica, and hang. They owe no answer, so the pool
+        would not notice them while no step is in flight."""
         deadlines, heard_s = self._deadlines, self._fleet.pending.heard_s
         now = deadlines.begin_look()
         for (_, keeper), since_s in list(self._dropping.items()):
@@ -183,7 +183,7 @@ class Ring:
         deadlines.end_look()
 
     def is_closed_over(self, members: Sequence[HolderId]) -> bool:
-        """Whether these are the ring, or a loss is still to be reported to it (``lose``)."""
+        """Return True if these are the ring, or a loss is still to be reported (``lose``)."""
         gone = self._fleet.gone
         if gone and any(gone.keys() & pair for pair in self._keepers.items()):
             return True
@@ -200,7 +200,7 @@ class Ring:
         self.protection.count()
 
     def _pairs(self, members: Sequence[HolderId]) -> dict[HolderId, HolderId]:
-        """Who keeps whose replica; of a single one in a ring nobody does."""
+        """Return the keeper of each replica. A single member of a ring has none."""
         keepers, gone = self.options.keepers, self._fleet.gone
         if keepers:
             return {one: keepers[one] for one in members if keepers[one] not in gone}
@@ -209,12 +209,12 @@ class Ring:
         return dict(zip(members, [*members[1:], members[0]], strict=True))
 
     def has(self, holder: HolderId) -> bool:
-        """Whether a holder has a replica, or keeps another's."""
+        """Return True if a holder has a replica, or keeps another's."""
         return any(holder in pair for pair in self._keepers.items())
 
     def keeper_of(self, holder: HolderId) -> HolderId | None:
-        """The R-worker that keeps a holder's replica, or restores it; None: there is none,
-        or it is lost."""
+        """Return the R-worker that keeps a holder's replica, or restores it. None if it is
+        lost, or there is no replica."""
         gone, placement = self._fleet.gone, self._fleet.placement
         if not self._is_in_file(holder):
             keeper = self._keepers.get(holder)
@@ -225,13 +225,14 @@ class Ring:
         return next((x for x in (HolderId(placement[holder]), *others) if x not in gone), None)
 
     def restore(self, holder: HolderId) -> None:
-        """The R-worker that a lost holder was moved to reads the replica, if it is in a file."""
+        """Ask the R-worker that a lost holder was moved to for reading the replica's file, if
+        it is in one."""
         if self._is_in_file(holder):
             order = Restore(self.options.session, self._links[holder], holder)
             self._fleet.send(holder, order)
 
     def keep_again(self, holder: HolderId) -> None:
-        """The R-worker that restored a holder keeps its replica in a file."""
+        """Let the R-worker that restored a holder from a file keep its replica there."""
         if self._is_in_file(holder):
             self._begin(holder, ON_DISK)
 
@@ -239,7 +240,7 @@ class Ring:
         return self._keepers.get(holder) == DISK
 
     def lose(self, holder: HolderId) -> None:
-        """A holder is lost: its replica is the last of it, and the one that it kept is gone."""
+        """Record the loss of a holder: its replica ends, and the one that it kept is lost."""
         for pair in [pair for pair in self._dropping if pair[1] == holder]:
             del self._dropping[pair]
         self.protection.end(holder)
@@ -250,42 +251,40 @@ class Ring:
         self.protection.count()
 
     def forget(self, holder: HolderId) -> None:
-        """Nobody goes on with a replica, or not any more; also where it was taken over."""
+        """Drop a holder's replica, also where a neighbour took it over."""
         keeper, is_own = self.keeper_of(holder), self._is_in_file(holder)
         self._keepers.pop(holder, None)
         if keeper is not None and not (is_own and keeper == holder):
             self._drop(holder, keeper)
 
     def copy(self, holder: HolderId) -> None:
-        """A cache that a neighbour goes on with is copied to whoever has come in
-        its holder's place."""
+        """Copy a cache that a neighbour serves to the replacement of its holder."""
         self._keepers[holder] = holder
         self._begin(holder, self.options.addresses[holder])
         self.protection.count()
 
     def stop_copying(self, holder: HolderId, source: HolderId) -> None:
-        """It isn't any more; the neighbour (``source``) has it as before."""
+        """Stop the copy to ``holder``; ``source`` keeps serving it."""
         self._keepers[holder] = source
         self._end(holder)
         self.protection.count()
 
     def moved(self, holder: HolderId, source: HolderId) -> None:
-        """Whoever has come goes on with the copy; the neighbour (``source``) has
-        no use for it any more."""
+        """Note that the replacement serves the copy: the neighbour (``source``) drops its own."""
         del self._keepers[holder]
         self.protection.end(holder)
         self._drop(holder, source)
         self.protection.count()
 
     def take(self, news: ReplicationNews, last_step: int) -> None:
-        """What an R-worker has said. ``last_step``: that has begun."""
+        """Take in a report of an R-worker. ``last_step``: the last one that has begun."""
         holder = HolderId(news.holder)
         if isinstance(news, Dropped):
             self._dropping.pop((HolderId(news.cache), holder), None)
             return
         number = self._links[holder]
         if news.link > number:
-            text = f"{self._fleet.peer(holder)} speaks of what can't be: {news}"
+            text = f"{self._fleet.peer(holder)} reports on a link that it never had: {news}"
             self._fleet.lose(holder, ProtocolError(text))
         elif news.link < number or holder not in self._keepers:
             pass  # of a link that is over
@@ -293,7 +292,7 @@ class Ring:
             self.protection.hear(news, last_step)
         else:
             name = self._fleet.peer(holder)
-            logger.warning("%s has no replica any more: %s", name, news.reason)
+            logger.warning("%s no longer has a replica: %s", name, news.reason)
             self.protection.end(holder)
         self.protection.count()
 
@@ -317,7 +316,7 @@ class Ring:
             self._fleet.send(keeper, DropCache(self.options.session, holder, keeper, link))
 
     def _end(self, holder: HolderId) -> None:
-        """Its replica isn't kept up to date any more."""
+        """Stop keeping a holder's replica up to date."""
         self.protection.end(holder)
         if holder not in self._fleet.lost:
             self._tell(holder, "")
