@@ -15,7 +15,7 @@ from fastdecode.core.holders import KVSource, num_offered, of_first_tokens
 from fastdecode.core.model.block_keys import block_keys, root_key
 
 _MOST_BLOCKS: Final = 1 << 16
-"""Blocks that are remembered: of a million tokens or more."""
+"""Blocks of one engine that are remembered: a million tokens or more."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class BlockChain:
 
     @classmethod
     def of(cls, token_ids: Sequence[int], salt: str, block_size: int) -> BlockChain:
-        """Those of a salt."""
+        """Return the chain of these tokens under a salt."""
         return cls(root_key(salt), block_size).then(token_ids)
 
     def then(self, token_ids: Sequence[int]) -> BlockChain:
-        """These, and more behind them."""
+        """Return the chain with more tokens behind it."""
         every = (*self.token_ids, *token_ids)
         parent = self.keys[-1] if self.keys else self.root
         more = block_keys(parent, every[len(self.keys) * self.size :], self.size)
@@ -46,48 +46,49 @@ class BlockChain:
 
 
 _Kept: TypeAlias = tuple[tuple[KVSource, ...], tuple[int, ...]]
-"""Where a block may be read, and tokens behind it of which there is a block that is not full."""
+"""Where a block may be read, and the tokens of a block behind it that is not full."""
 
 
 class KeptPrefixes:
     """See the module."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[bytes, dict[int, _Kept]] = OrderedDict()
+        self._blocks: dict[tuple[int, int], OrderedDict[bytes, _Kept]] = {}
+        """Blocks by key, the latest last, of each instance and right to read them."""
 
     def note(self, run: BlockChain, instance: int, sources: tuple[KVSource, ...]) -> None:
         """Note where an instance has run these tokens."""
         sources = tuple([replace(source, is_held=False) for source in sources])
         num_tokens = num_offered(sources)
         keys = run.keys[: num_tokens // run.size]
+        if not keys:
+            return
+        blocks = self._blocks.setdefault((instance, sources[0].reading), OrderedDict())
         for key in keys:
-            self._blocks.setdefault(key, {})[instance] = sources, ()
-            self._blocks.move_to_end(key)
-        if keys:
-            tail = run.token_ids[len(keys) * run.size : num_tokens]
-            self._blocks[keys[-1]][instance] = sources, tail
-        while len(self._blocks) > _MOST_BLOCKS:
-            self._blocks.popitem(last=False)
+            blocks[key] = sources, ()
+            blocks.move_to_end(key)
+        blocks[keys[-1]] = sources, run.token_ids[len(keys) * run.size : num_tokens]
+        while len(blocks) > _MOST_BLOCKS:
+            blocks.popitem(last=False)
 
     def forget(self, reading: int) -> None:
         """Forget what an engine keeps, by the right to read it."""
-        for kept in self._blocks.values():
-            for instance in [i for i, (found, _) in kept.items() if found[0].reading == reading]:
-                del kept[instance]
+        self._blocks = {of: kept for of, kept in self._blocks.items() if of[1] != reading}
 
     def forget_lost(self, instance: int) -> None:
         """Forget what a lost instance has kept."""
-        for kept in self._blocks.values():
-            kept.pop(instance, None)
+        self._blocks = {of: kept for of, kept in self._blocks.items() if of[0] != instance}
 
     def kept(self, prompt: BlockChain) -> dict[int, tuple[KVSource, ...]]:
         """Return where each instance may keep a prompt's first blocks, but for the last token,
         which has to run."""
         found = dict[int, tuple[KVSource, ...]]()
-        for place in reversed(range((len(prompt.token_ids) - 1) // prompt.size)):
-            end = (place + 1) * prompt.size
-            for instance, (sources, tail) in self._blocks.get(prompt.keys[place], {}).items():
+        most = (len(prompt.token_ids) - 1) // prompt.size
+        for (instance, _), blocks in self._blocks.items():
+            count = next((i for i in range(most, 0, -1) if prompt.keys[i - 1] in blocks), 0)
+            if count:
+                sources, tail = blocks[prompt.keys[count - 1]]
+                end = count * prompt.size
                 has_tail = prompt.token_ids[end:-1][: len(tail)] == tail
-                num_tokens = end + len(tail) * has_tail
-                found.setdefault(instance, of_first_tokens(sources, num_tokens))
+                found[instance] = of_first_tokens(sources, end + len(tail) * has_tail)
         return found

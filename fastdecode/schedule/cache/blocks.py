@@ -300,13 +300,16 @@ class Index:
                 continue
             if block.has_branches:
                 seen_from = min(seen_from, self._window.unseen_tokens(block.num_tokens))
-            if block.has_branches or block.num_tokens > seen_from:
-                continue
-            if block.job is not None:
-                self.make_void([key])
-            elif block.is_idle:
+            if not block.has_branches and block.num_tokens <= seen_from:
                 gone.append(block)
-        return self.forget(gone)
+        return self.drop_unused(gone)
+
+    def drop_unused(self, blocks: Iterable[Block]) -> list[bytes]:
+        """Drop those blocks that no sequence uses, shared or not. Return their keys. A block that
+        is moved is dropped when its job ends."""
+        unused = [block for block in blocks if not block.num_users]
+        self.make_void(block.key for block in unused if block.job is not None)
+        return self.forget(block for block in unused if block.job is None)
 
     def lose(self, keys: Iterable[bytes]) -> None:
         """Remove blocks that the holder lacks, and no sequence uses. Some may have left."""

@@ -46,9 +46,11 @@ class _HeldPart:
     beside: list[bytes] = field(default_factory=list)
     """Keys of blocks that it offers, and of which it has a copy of its own."""
     is_turns_tail: bool = False
-    """That block is the tail of the turn before this one."""
+    """True if that block is the tail of the turn before this one."""
+    passing: bytes | None = None
+    """Key of the tail with which the sequence is handed over. No other starts with it."""
     is_lost: bool = False
-    """Its holder is."""
+    """True if its holder is lost."""
 
     @property
     def holder(self) -> HolderId:
@@ -101,8 +103,6 @@ class Holdings:
         )
         self._held: dict[SequenceId, list[_HeldPart]] = {}
         self._answered: set[SequenceId] = set()  # turns of conversations that were answered
-        self._passing: dict[SequenceId, tuple[HolderId, bytes]] = {}
-        """Tails with which running sequences are handed over. No other starts with them."""
         self._num_copied = Counter[HolderId]()  # of running sequences' parts
         self._ends: dict[bytes | None, set[int]] = {}
         """Where chains of resumed sessions end in a tail: key of the block before → tokens."""
@@ -167,8 +167,8 @@ class Holdings:
         if reuse is not None:
             missing = self._start_with(parts, reuse, missing)
             last = parts[len(reuse.keys) - 1]
-            if last.tail is not None and num_offered(reuse.sources) % self.block_size:
-                self._passing[sequence.sequence_id] = last.holder, last.tail
+            if num_offered(reuse.sources) % self.block_size:
+                last.passing = last.tail
         if missing and self.chains.is_shared(sequence):
             self.computing[sequence.sequence_id] = set(missing)
         num_hit = 0 if reuse is None else reuse.num_tokens
@@ -281,7 +281,7 @@ class Holdings:
                 own, before = keys[first:], keys[-2] if len(keys) - 1 > first else None
                 is_new = self.stock.name_tail(part.part, own[-1], before, num_tokens)
                 part.names.append(own[-1] if is_new else None)
-                self._passing[sequence.sequence_id] = part.holder, own[-1]
+                part.passing = own[-1]
             part.beside = [x for x, name in zip(own, part.names, strict=True) if name is None]
             self._num_copied[part.holder] += len(part.beside)
             self.stock[part.holder].use(part.beside, as_hit=False)
@@ -320,8 +320,8 @@ class Holdings:
             self.stock.drop_unseen(part.holder, part.keys, sequence.num_cached)
             if not self.chains.is_shared(sequence):
                 self.stock.drop_own(part.holder, part.keys)
-        if (tail := self._passing.pop(sequence.sequence_id, None)) is not None:
-            self.stock.drop(tail[0], [tail[1]])
+            if part.passing is not None:
+                self.stock.drop(part.holder, [part.passing])
 
     def _end_turn(self, sequence: Sequence, parts: Seq[_HeldPart]) -> None:
         """Cache an answered turn to its last token, and end the lease of the turn before."""

@@ -170,9 +170,7 @@ class Stock:
     def drop_own(self, holder: HolderId, keys: Seq[bytes]) -> None:
         """Drop blocks of a request that shares none: one that arrives when its job has ended."""
         index = self._indices[holder]
-        free = [x for x in map(index.get, keys) if x is not None and not x.num_users]
-        index.make_void([x.key for x in free if x.job is not None])
-        self._drop(holder, index.forget([x for x in free if x.job is None]))
+        self._drop(holder, index.drop_unused(filter(None, map(index.get, keys))))
 
     def drop_unseen(self, holder: HolderId, keys: Seq[bytes], num_past: int) -> None:
         """Drop a chain's blocks that no token behind ``num_past`` attends to."""
