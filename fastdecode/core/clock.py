@@ -8,6 +8,6 @@ from typing import TypeAlias
 Clock: TypeAlias = Callable[[], float]
 """Seconds since some moment, of which only differences count; by default ``time.monotonic``.
 
-Who decides by time (deadlines, give-ups, controls, time-outs of a fleet) is given its clock, so
-that simulations run the same code on one of their own. Who only measures reads
-``time.perf_counter`` himself: what is told of a run is real time. """
+Code that decides by time (deadlines, controls, time-outs of a fleet) is given its clock, so that
+simulations run the same code on a simulated one. Code that only measures reads
+``time.perf_counter``: reports of a run are in real time."""

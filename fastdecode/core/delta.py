@@ -33,7 +33,7 @@ MOST_VALUES: Final = 1_000_000
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new of one sequence. Nothing that was told is ever taken back."""
+    """What is new of one sequence. Nothing that was sent is ever taken back."""
 
     request_id: str
     index: Annotated[int, Meta(ge=0, lt=MAX_N)]
@@ -48,12 +48,12 @@ class Delta:
     error: FastDecodeError | None = None
     """Ends the whole request, all of its sequences."""
     num_cached_tokens: Count = 0
-    """Of the prompt, those that this sequence didn't run; told with its last delta."""
+    """Tokens of the prompt that this sequence didn't run; given with its last delta."""
     sources: Sources = ()
     """Where blocks of its tokens may be read. If they are held, the request is handed over, and
     they are held until it is cancelled."""
     has_fetched: bool = False
-    """What was offered of the prompt has been fetched, and isn't needed any more where it was."""
+    """The offered part of the prompt has been fetched: its source may release it."""
     fetch_failed: bool = False
     """It couldn't be fetched: its prompt is run again."""
     stop_reason: TokenId | str | None = None
@@ -185,7 +185,7 @@ class DeltaQueue:
     for and not read yet.
 
     Args:
-        every_step: be told after every step; or of each sequence only once it is over.
+        every_step: Deliver deltas after every step; if not, only of sequences that are over.
     """
 
     def __init__(self, *, every_step: bool = True) -> None:
@@ -213,10 +213,10 @@ class DeltaQueue:
         self._wakes.put(None)
 
     def take(self, timeout_s: float | None = None) -> list[Delta]:
-        """Wait until there is something, at most so long; one delta a sequence, a sequence's in
-        order.
+        """Wait for deltas, for at most ``timeout_s``. Return one for each sequence, its steps
+        merged in order; none if the time is over.
 
-        An interrupt (Ctrl-C) ends the wait; the next call goes on."""
+        An interrupt (Ctrl-C) ends the wait; the next call continues it."""
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         taken = self._swap()
         while not taken:

@@ -1,7 +1,7 @@
 """Element types of weights, activations and the KV cache.
 
-NumPy has no bfloat16 and Numba has no float16 on CPUs, so outside torch a 16-bit float travels and
-rests as its bits in ``uint16``; the ``DType`` beside the array says how to read them."""
+NumPy has no bfloat16 and Numba has no float16 on CPUs, so outside torch a 16-bit float is sent and
+kept as its bits in ``uint16``; the ``DType`` beside the array tells how to read them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class DType(str, Enum):
             or_auto: whether the option may also be auto: an error names it.
 
         Raises:
-            ConfigError: there is no such dtype; the message lists the names that there are.
+            ConfigError: If the dtype is unknown; the message lists the known names.
         """
         plain = name.lower().removeprefix("torch.")
         known = [dtype for dtype in cls if dtype.is_float or of_kv]

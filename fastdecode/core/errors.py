@@ -58,8 +58,8 @@ class Given:
 
 
 def without_frames(error: _E) -> _E:
-    """The error, and whatever it came of, without their tracebacks: kept ones would keep alive
-    all that their frames hold, such as the engine that keeps the error."""
+    """Return the error. Remove its traceback, and those of its causes: they would keep alive all
+    that their frames hold, such as the engine that keeps the error."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:
@@ -103,7 +103,7 @@ class ConfigError(FastDecodeError):
     default_code = "invalid_config"
     exit_code = 2
     is_of_command_line = False
-    """Every rank with the same command line finds it, on any host."""
+    """True if every rank with the same command line finds the error, on any host."""
 
 
 def pip_command(extra: str, installed: metadata.Distribution | None = None) -> str:
@@ -115,7 +115,7 @@ def pip_command(extra: str, installed: metadata.Distribution | None = None) -> s
     if installed is None:
         try:
             installed = metadata.distribution("fastdecode")
-        except metadata.PackageNotFoundError:  # nobody installed it: this is a checkout on the path
+        except metadata.PackageNotFoundError:  # not installed: this is a checkout on the path
             return _of_checkout(extra)
     return _of_checkout(extra) if _is_editable(installed) else f"pip install 'fastdecode[{extra}]'"
 

@@ -124,9 +124,9 @@ class KVSource:
     the model."""
 
     address: Annotated[str, Meta(max_length=1 << 8)]
-    """As R-workers call each other."""
+    """The address at which other R-workers reach it."""
     reading: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-    """The right to read them, a secret of its engine."""
+    """A secret number of its engine; a reader has to name it."""
     first_token: Annotated[int, Meta(ge=0, le=MAX_SEQUENCE_TOKENS)]
     num_tokens: Annotated[int, Meta(ge=1, le=MAX_SEQUENCE_TOKENS)]
     first_head: Annotated[int, Meta(ge=0, le=MAX_HEADS)]
@@ -142,7 +142,7 @@ class KVSource:
 
     @property
     def end(self) -> int:
-        """Return the first token behind these."""
+        """Return the first token after these."""
         return self.first_token + self.num_tokens
 
 
@@ -156,5 +156,5 @@ def of_first_tokens(sources: tuple[KVSource, ...], num_tokens: int) -> tuple[KVS
 
 
 def num_offered(sources: tuple[KVSource, ...]) -> int:
-    """Tokens of a sequence that sources have, from its first on."""
+    """Return how many leading tokens of a sequence the sources have."""
     return max((source.end for source in sources), default=0)

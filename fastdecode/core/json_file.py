@@ -1,5 +1,5 @@
-"""Small files that people or other programs wrote: read whole and bounded, written whole or not
-at all. A name may stand for a pipe or a device that never ends, and a file may be of any size."""
+"""Small files of users and other programs: read whole and bounded, written whole or not at all.
+A name may stand for a pipe or a device that never ends, and a file may be of any size."""
 
 from __future__ import annotations
 

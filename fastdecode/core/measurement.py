@@ -7,8 +7,8 @@ Nothing here measures. A profile file is one JSON object:
 ``version``    ``SCHEMA_VERSION``; another one is refused
 ``kind``       ``"s"`` (S-part on a device), ``"r"`` (R-part on a host) or
                ``"net"`` (between two hosts)
-the rest       the fields of ``SProfile``, ``RProfile`` or ``NetProfile``; no field
-               without a default may be missing, none may be added
+the rest       the fields of ``SProfile``, ``RProfile`` or ``NetProfile``; every field
+               that has no default must be given, and no other field
 =============  =================================================================
 
 Every measurement is kept as all its repeats, in seconds, so that a reader can judge the spread.
@@ -42,7 +42,7 @@ Series: TypeAlias = Annotated[tuple[T, ...], Meta(min_length=1, max_length=MAX_P
 
 
 class Measured(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a profile file has an object of."""
+    """An object of a profile file."""
 
 
 class Timing(Measured, frozen=True):
@@ -197,7 +197,7 @@ class RProfile(Measured, frozen=True, tag_field="kind", tag="r"):
     memory_bytes: Count
     """Bytes that the KV cache of each R-worker may take."""
     decode: Series[DecodePoint]
-    """Of the slowest R-worker, each with so many sequences."""
+    """Times of the slowest R-worker; each R-worker has ``num_sequences``."""
     read_bytes_per_s: Series[Amount]
     """What one R-worker's threads can read while the others read too: the
     ceiling for ``decode``."""
@@ -262,19 +262,19 @@ def _broken(path: Path, why: str) -> ConfigError:
 # --- Doubts: a profile was measured on a busy machine, or is impossible
 
 MOST_SPREAD: Final = 0.5
-"""Of a time's quartiles, relative to its median."""
+"""Largest spread of a time: half the distance of its quartiles, relative to its median."""
 LEAST_OF_SMALLER: Final = 0.9
 """A larger size takes at least this part of what a smaller one takes."""
 MOST_OF_CEILING: Final = 2.0
-"""A rate of reading K and V beyond so many times what memory gives is none; less
-than that, caches may give."""
+"""A rate of reading K and V beyond this multiple of the memory's is impossible. Below it, caches
+may explain the rate."""
 
 
 def doubts(profile: Profile, *, bytes_per_s: float | None = None) -> list[str]:
-    """Sentences, of which none is expected on a calm machine.
+    """Return reasons to doubt a profile, as sentences: none on a calm machine.
 
     Args:
-        bytes_per_s: of K and V, as the R-part's times have been fitted; None: not known.
+        bytes_per_s: Rate of reading K and V that the R-part's times were fitted to, if known.
     """
     found: list[str] = []
     for name, times in _series(profile):
@@ -323,7 +323,7 @@ def _wide(name: str, times: Sequence[tuple[tuple[int, ...], Timing]]) -> list[st
 
 
 def _falling(name: str, times: Sequence[tuple[tuple[int, ...], Timing]]) -> list[str]:
-    """A size that takes less time than one that it exceeds in every way."""
+    """Find sizes that take less time than one that they exceed in every way."""
     falls = [
         (larger.median_s / smaller.median_s, a, b)
         for a, smaller in times

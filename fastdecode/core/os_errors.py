@@ -30,9 +30,9 @@ _UNKNOWN_HOST: Final = "check the host's name, or give its IP address"
 
 
 def explained(error: OSError) -> str:
-    """The system's reason and what to do about it, to go behind ``can't …: ``.
+    """Return the system's reason and what to do about it, to follow ``can't …: ``.
 
-    Without a number (a library's own words) there is no mend to name."""
+    For an error without a number (a library's own words) only the reason is known."""
     if isinstance(error, socket.gaierror):
         return f"{error.strerror}: {_UNKNOWN_HOST}"
     if error.errno is None:

@@ -1,9 +1,9 @@
 """What the R-part must know about a model, and nothing more.
 
-R-workers know no model names. One ``AttentionSpec`` a layer and one ``KVSpec`` for the cache say
-everything that append-then-attend depends on; they travel once, when an S-worker greets an
-R-worker. RoPE and q/k norms belong to the S-part and have left their mark on q and k before those
-travel; ALiBi, windows and soft-caps belong to the R-part."""
+R-workers know no model names. One ``AttentionSpec`` per layer and one ``KVSpec`` for the cache
+hold everything that append-then-attend depends on; they are sent once, when an S-worker greets an
+R-worker. RoPE and q/k norms belong to the S-part, which applies them to q and k before it sends
+those; ALiBi, windows and soft-caps belong to the R-part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens in a step, and when: the events that the engine tells to whoever watches.
+"""Events of a step with their times, which the engine reports to a ``Trace``.
 
 All times are ``time.perf_counter()`` of the S-worker's host, in seconds. The engine's one thread
 calls these methods in the order in which it learns of things; they must be cheap and must not
@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Trace(Protocol):
-    """Is told what the S-worker and the R-workers did."""
+    """Receives what the S-worker and the R-workers did."""
 
     def s_part(self, lane: int, step: int, layer: int | None, start_s: float, end_s: float) -> None:
         """The S-worker ran a lane's S-step: up to the attention of ``layer``;

@@ -20,7 +20,7 @@ _RANKS: Final = re.compile(
 
 
 class InstanceRole(Enum):
-    """What an instance is given; nothing else tells it from others."""
+    """What an instance runs. Instances differ in nothing else."""
 
     PREFILL = "prefill"  # prompts, which other instances continue
     DECODE = "decode"  # requests whose prompts others have run
@@ -43,7 +43,7 @@ class PlacedInstance:
     """An instance that is ranks of an MPI job: S-workers, and R-workers."""
 
     role: InstanceRole
-    num_r_workers: int  # of all its stages; 0 if KV is on its devices
+    num_r_workers: int  # in all its stages together; 0 if KV is on its devices
     tp: int = 1  # S-workers of each stage that act as one
     pp: int = 1  # pipeline stages
 
@@ -121,12 +121,12 @@ class Instances:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of instances that run already."""
+        """Addresses of instances that run already."""
         return tuple(each for each in self.instances if "://" in each)
 
     @property
     def roles(self) -> tuple[InstanceRole, ...]:
-        """Of instances that this process starts."""
+        """Roles of the instances that this process starts."""
         return tuple(InstanceRole(each) for each in self.instances if each in _ROLES)
 
     @property

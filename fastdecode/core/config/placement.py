@@ -1,5 +1,5 @@
 """Placement files, as ``fastdecode plan goodput --emit`` writes them: which instances there are
-to be. What else they hold says what was planned for, and changes nothing."""
+to be. Their other fields record what was planned for, and change nothing."""
 
 from __future__ import annotations
 

@@ -112,10 +112,10 @@ def read_number(file: Path, key: str | None = None, place: int = 0) -> int | Non
 
     Args:
         key: The number follows this word.
-        place: Of the number among the words.
+        place: Index of the number among the words.
 
     Returns:
-        None if there is no such number, as where there is no limit.
+        None if the file has no number there, for example where no limit is set.
     """
     try:
         words = file.read_text("utf-8", "replace").split()

@@ -31,11 +31,11 @@ class HostFacts:
     versions: tuple[str, ...]
     """"python 3.11.2", "numpy 2.1.0", …"""
     mpi: str  # name and version of the MPI library that is loaded
-    cpus: tuple[int, ...]  # that this process may use
+    cpus: tuple[int, ...]  # CPUs that this process may use
     num_host_cpus: int
     numa_cpus: tuple[str, ...]
     """By NUMA node, as "0-15,32-47"; empty for a number that no node has."""
-    huge_pages: str  # transparent ones: always, madvise or never
+    huge_pages: str  # use of transparent huge pages: always, madvise or never
     free_bytes: int  # memory that this process may still take
     interfaces: tuple[str, ...]
     """Network interfaces that are up, with an address: "eth0 10.0.0.1"."""
@@ -91,7 +91,7 @@ def this_host() -> HostFacts:
 
 
 def _mpi_library() -> str:
-    """Only if somebody has loaded it: loading MPI changes a process."""
+    """Return "" if MPI is not loaded: to load it would change the process."""
     mpi = sys.modules.get("mpi4py.MPI")
     text = "" if mpi is None else str(mpi.Get_library_version())
     return text.split("\n")[0].split(",")[0].strip("\0 ")

@@ -23,8 +23,8 @@ def this_machine(device: str, packages: Iterable[str]) -> Machine:
     """Where a measurement was taken.
 
     Args:
-        device: what the measured part ran on: ``cpu``, or the GPU's name.
-        packages: whose versions matter; those that aren't installed are left out.
+        device: What the measured part ran on: ``cpu``, or the GPU's name.
+        packages: Those whose versions matter; ones that aren't installed are left out.
     """
     import psutil
 
@@ -52,7 +52,7 @@ def free_memory_bytes(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> int:
     that it is in (a container's, a batch job's) leaves less."""
     import psutil
 
-    # Below the limit of each control group. File pages in no use count as free.
+    # Each control group leaves what is below its limit. File pages in no use count as free.
     rooms = [psutil.virtual_memory().available]
     for directory, is_v2 in control_groups("memory", cgroups, own):
         names = ("max", "current") if is_v2 else ("limit_in_bytes", "usage_in_bytes")
@@ -64,10 +64,10 @@ def free_memory_bytes(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> int:
 
 
 def default_kv_bytes(num_caches: int, free_bytes: int | None = None) -> int:
-    """Memory of each of so many KV caches that share this host, where nobody says.
+    """Return the memory of each of ``num_caches`` KV caches that share this host, by default.
 
     Args:
-        free_bytes: for them and all else; None: what is free now.
+        free_bytes: Free memory of the host. None measures it.
     """
     free = free_memory_bytes() if free_bytes is None else free_bytes
     return int(free * DEFAULT_KV_SHARE) // num_caches

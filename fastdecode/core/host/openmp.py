@@ -23,7 +23,7 @@ def bound_spinning(environ: MutableMapping[str, str], modules: Container[str]) -
     """Bound it for a runtime that is not loaded yet, unless the user has decided.
 
     Args:
-        modules: that are imported; with torch it is too late.
+        modules: Modules that are imported. With torch among them it is too late.
     """
     if "torch" not in modules and _POLICY not in environ:
         for name, value in _SPINS.items():

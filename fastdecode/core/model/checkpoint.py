@@ -72,9 +72,9 @@ class Checkpoint:
             max_model_len: a length limit other than the model's own (see ``read_model_spec``).
 
         Raises:
-            UnsupportedModelError: the architecture or one of its features isn't implemented.
-            CheckpointError: ``config.json`` makes no sense.
-            ConfigError: ``max_model_len`` is out of range.
+            UnsupportedModelError: If the architecture or one of its features isn't implemented.
+            CheckpointError: If ``config.json`` makes no sense.
+            ConfigError: If ``max_model_len`` is out of range.
         """
         spec = read_model_spec(
             self.config,
@@ -130,9 +130,9 @@ def open_checkpoint(path: str | Path, load_format: str = "safetensors") -> Check
         load_format: ``random``: read the config files only.
 
     Raises:
-        UnsupportedModelError: the architecture, or what config.json asks for, isn't implemented.
-        CheckpointError: a file is missing or broken, or the index doesn't fit the files; says
-            what to do.
+        UnsupportedModelError: If the architecture, or a feature that config.json asks for, is not
+            implemented.
+        CheckpointError: If a file is missing or broken, or the index doesn't fit the files.
     """
     directory = find_model(path)
     config_bytes, config, quantised = _read_config(directory)

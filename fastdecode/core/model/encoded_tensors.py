@@ -27,8 +27,8 @@ _Tensors = Mapping[str, TensorEntry]
 
 
 def find_weights(tensors: _Tensors, quantisation: Quantisation | None) -> dict[str, TensorEntry]:
-    """The tensors of a checkpoint, with one entry in place of the codes, scales and zero points
-    of each quantised weight. What concerns quantised activations is left out.
+    """Return the tensors of a checkpoint, with one entry in place of the codes, scales and zero
+    points of each quantised weight. Tensors for quantised activations are left out.
 
     Raises:
         CheckpointError: scales are missing, or shapes don't fit each other.

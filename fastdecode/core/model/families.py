@@ -115,7 +115,7 @@ def read_model_spec(
     if max_model_len is not None and not 1 <= max_model_len <= spec.max_model_len:
         rule = f" is not within 1..{spec.max_model_len}, what {spec.name} serves"
         raise ConfigError(Given("max_model_len", max_model_len), rule)
-    # Tokens that begin and end a text. Those outside the vocabulary don't count.
+    # Tokens outside the vocabulary begin and end no text.
     eos = (*generation.token_ids("eos_token_id"), *reader.token_ids("eos_token_id"))
     bos, known = reader.token_ids("bos_token_id")[:1], range(spec.vocab_size)
     return replace(
@@ -144,9 +144,9 @@ def find_row(reader: ConfigReader) -> tuple[Row, str]:
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """One slope a head (arXiv 2108.12409, section 3): a geometric sequence for a power of two
-    heads; for other counts, the next lower power's sequence, then every second entry of the next
-    higher power's."""
+    """Return one slope per head (arXiv 2108.12409, section 3): a geometric sequence for a power of
+    two heads; for other counts, the next lower power's sequence, then every second entry of the
+    next higher power's."""
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
     slopes += [2.0 ** (-8.0 * i / (2 * power)) for i in range(1, 2 * (num_heads - power) + 1, 2)]

@@ -18,7 +18,7 @@ def read_model_file(path: Path, max_bytes: int) -> bytes:
     """Return a file's content.
 
     Raises:
-        CheckpointError: If it is no regular file, or has more than ``max_bytes``.
+        CheckpointError: If it is not a regular file, or has more than ``max_bytes``.
     """
 
     def refuse(why: str) -> CheckpointError:
@@ -28,7 +28,7 @@ def read_model_file(path: Path, max_bytes: int) -> bytes:
 
 
 def read_model_json(path: Path, max_bytes: int = MAX_TOKENIZER_CONFIG_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a file. Empty if there is no file, or another value in it.
+    """Return the JSON object in a file. Empty if the file is missing or holds another value.
 
     Raises:
         CheckpointError: If it cannot be read, or is not JSON.

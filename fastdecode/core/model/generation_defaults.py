@@ -21,11 +21,11 @@ _NAMES: Final[Mapping[str, str]] = {
 
 
 def generation_defaults(model: Path, generation_config: str = "auto") -> dict[str, Any]:
-    """Sampling parameters for requests that don't say them, by name.
+    """Return sampling parameters for requests that don't give them, by name.
 
     Args:
-        generation_config: ``ignore``: none; ``auto``: those of the file. Where it says
-            ``do_sample: false``, what is about sampling doesn't count, as for transformers.
+        generation_config: ``ignore`` for none, ``auto`` for those of the file. If it has
+            ``do_sample: false``, its sampling parameters don't count, as in transformers.
 
     Raises:
         ConfigError: a value there makes no sense.

@@ -15,7 +15,7 @@ from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
 class Identity:
     """Of an engine: with another one of these, its tokens would be others."""
 
-    dtype: DType  # of weights and activations
+    dtype: DType  # dtype of weights and activations
     kv_dtype: DType
     max_model_len: int
 
@@ -28,7 +28,7 @@ def identify(config: EngineConfig, spec: ModelSpec) -> Identity:
 
     Raises:
         ConfigError: ``max_model_len`` exceeds what kernels count.
-        UnsupportedModelError: the checkpoint is in float64, and no other dtype was asked for.
+        UnsupportedModelError: If the checkpoint is in float64, and no other dtype was asked for.
     """
     dtype = spec.choose_dtype(config.s_part.dtype)
     if config.r_part.kv_dtype == "auto":

@@ -26,8 +26,7 @@ def find_model(model: str | Path) -> Path:
         it exists.
 
     Raises:
-        CheckpointError: a name isn't in the cache; says where it was looked for, and how to fetch
-            it.
+        CheckpointError: If a name isn't in the cache; names the directory, and how to fetch it.
     """
     name, revision = hub_name(model), str(model).partition("@")[2]
     if name is None:

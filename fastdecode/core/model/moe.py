@@ -29,18 +29,18 @@ class Router:
     chosen_first: bool = False
     """Experts are chosen by their logits; only the chosen ones' are scored."""
     wide: bool = False  # logits are computed in float32 whatever the activations' dtype
-    groups: int = 1  # into which experts are divided; a group counts as much as its two best
-    kept: int = 1  # groups from which experts are chosen
-    renorm: bool = False  # weights are divided by their sum,
-    eps: float = 0.0  # plus this,
-    floor: float = 0.0  # or by this, if the sum is less
+    groups: int = 1  # groups of experts; a group's score is the sum of its two best experts'
+    kept: int = 1  # best groups, from which experts are chosen
+    renorm: bool = False  # weights are divided by sum + eps; with a floor, by max(sum, floor)
+    eps: float = 0.0
+    floor: float = 0.0
     scale: float = 1.0  # multiplies the weights
     softcap: float | None = None  # logits become softcap · tanh(logit / softcap)
-    bias: bool = False  # of the logits
+    bias: bool = False  # the logits have a bias
     correction: bool = False
-    """A learned number an expert is added to its score to choose by, not to weigh by."""
+    """A learned number per expert is added to its score to choose by, not to weigh by."""
     rounded: bool = False  # weights are rounded to the activations' dtype
-    narrow: bool = False  # weights are rounded to it as soon as they are scored, too
+    narrow: bool = False  # weights are rounded to it right after scoring, too
     sorted: bool = True
     """Chosen experts come best first; otherwise in the order of an unsorted
     ``torch.topk``. The order is that of the sum over experts."""
@@ -51,21 +51,21 @@ class Moe:
     """The experts of a layer. A layer's activation is the model's."""
 
     num_experts: int
-    top_k: int  # experts a token goes to
+    top_k: int  # experts per token
     inner: int  # dims inside an expert
     router: Router
-    shared_inner: int = 0  # dims inside the expert that sees every token; 0: there is none
+    shared_inner: int = 0  # dims inside the expert that sees every token; 0 without one
     shared_gate: bool = False
     """Its output is multiplied by the sigmoid of a projection to one number."""
     shared_average: bool = False
     """The output is the mean of the routed experts' and the shared one's, not the sum."""
     gate: GateKind = "plain"
-    limit: float = 0.0  # of a clamped gate
-    alpha: float = 1.0  # of a clamped gate
+    limit: float = 0.0  # limit of a clamped gate
+    alpha: float = 1.0  # alpha of a clamped gate
     shared_limit: float = 0.0
     """Of the shared expert's gate, which is then clamped_after; 0: it is plain."""
     biases: bool = False  # experts' projections have biases
-    weighs_input: bool = False  # A weight multiplies an expert's input, not its output
+    weighs_input: bool = False  # a weight multiplies an expert's input, not its output
     scale_after: float = 1.0  # multiplies the routed experts' sum
     held: tuple[int, int] | None = None
     """The first of the experts that a rank has, and how many; None: all."""

@@ -59,7 +59,7 @@ class CheckpointNames:
     layers: Mapping[str, Names]
     head: Names = "lm_head"  # the output projection; never prefixed
     harmless: tuple[str, ...] = field(default=())
-    """Patterns of full names that older exports contain and nobody needs:
+    """Patterns of full names of tensors that older exports contain, and that are not needed:
     rotary frequencies, causal masks."""
 
     def derive(

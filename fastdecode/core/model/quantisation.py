@@ -75,17 +75,17 @@ class Quantisation:
 
     name: str
     """For messages, e.g. ``FP8``, ``compressed-tensors INT4``."""
-    bits: int  # of a code
+    bits: int  # bits of a code
     block: tuple[int, int] | None = None
     """Output and input dims that share a scale, where shapes don't tell."""
     scale_bits: float = 0.0  # bits of scales and zero points that a weight has on average
-    packing: str | None = None  # of ``.qweight`` tensors: AWQ or GPTQ
+    packing: str | None = None  # format of ``.qweight`` tensors: AWQ or GPTQ
     zero_offset: int | None = 0
     """Added to GPTQ's stored zero points. None if the codes are symmetric, and zero is the
     middle of their range."""
     skipped: tuple[str, ...] = ()
     """Patterns of modules that aren't quantised; only ``covers`` obeys them."""
-    only: tuple[str, ...] = ()  # patterns of modules that are, if not all
+    only: tuple[str, ...] = ()  # patterns of the modules that are quantised, if not all
     layers: Mapping[str, Quantisation] = field(default_factory=dict, hash=False)
     """Of modules that are quantised in another way, by name."""
 

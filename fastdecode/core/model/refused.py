@@ -14,7 +14,7 @@ class Refused:
     """Architectures with one thing that isn't implemented."""
 
     what: str
-    models: str  # names that people know them by
+    models: str  # their common names
     architectures: tuple[str, ...]
 
 

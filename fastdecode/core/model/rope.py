@@ -63,7 +63,7 @@ class RopeSpec:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    frequency_factors: tuple[float, ...] = ()  # longrope: divides each frequency
+    frequency_factors: tuple[float, ...] = ()  # divisor of each frequency, for longrope
 
     @property
     def num_frequencies(self) -> int:
@@ -75,14 +75,14 @@ class RotaryRules:
     """What a family means by silence, and where it differs from others."""
 
     theta: float = 10000.0
-    partial: float = 1.0  # the part of a head that turns
+    partial: float = 1.0  # share of a head's dims that turn
     is_phi3: bool = False
     """Phi-3 keeps its original length beside the scaling, and calls longrope "su" or "yarn"."""
     keys: tuple[str, ...] = ()
     """Keys of the scaling that this family alone reads: ``alpha`` (``dynamic`` scaling with
     one fixed base), ``llama_4_scaling_beta``, ``mrope_section`` (sections of a head turn by
     time, height and width of an image's patch, which are the same for text)."""
-    scales_local: bool = True  # whether layers with a window are scaled as others are
+    scales_local: bool = True  # layers with a window are scaled as others are
     local_theta: float | None = None
     """Of layers with a window that aren't; ``rope_local_base_freq`` has
     precedence. None: what all have."""

@@ -1,8 +1,8 @@
 """A family of models as a row of a table, and how a row reads ``config.json``.
 
-A row says where the family keeps each number of a ``ModelSpec``, what it means by silence, and
-what its checkpoints call their tensors. What a config asks for and we don't implement is refused,
-never ignored."""
+A row states where the family keeps each number of a ``ModelSpec``, the defaults of missing
+fields, and the names of tensors in its checkpoints. Features that a config asks for and that are
+not implemented are refused, never ignored."""
 
 from __future__ import annotations
 
@@ -138,13 +138,13 @@ class Row:
     of either is a language model's if it has an output projection or its token
     embedding is one. Models whose text part is one, too."""
     names: CheckpointNames
-    models: str = ""  # names that people know them by
+    models: str = ""  # common names of its models
     fields: Mapping[str, object] = field(default_factory=dict)
     """Of ``ModelSpec``: constants, or ``Read``."""
     layer_q_heads: Read[tuple[int, ...]] | None = None
     """Query heads of each layer; None: all layers have as many."""
     kv_heads: Read[int] = _QUERY_HEADS
-    head_dim: Read[int | None] = no_value  # None: the heads divide the hidden size
+    head_dim: Read[int | None] = no_value  # None if the heads divide the hidden size
     positions: Read[int] = _POSITIONS
     scale: Callable[[ConfigReader, ModelSpec, int], float] = by_root_of_head_dim
     """Of a layer's scores."""
@@ -154,7 +154,7 @@ class Row:
     and layers of several kinds are refused."""
     has_chunks: bool = False
     """Layers may see their chunk only; ``positions`` are one chunk's at most."""
-    softcap: Read[float | None] = no_value  # of a layer's scores
+    softcap: Read[float | None] = no_value  # soft-cap of a layer's scores
     alibi: Read[tuple[float, ...] | None] = no_value
     rotary: RotaryRules | None = None
     rotates: Callable[[ConfigReader, ModelSpec, LayerKinds], tuple[bool, ...]] | None = None
@@ -171,7 +171,7 @@ class Row:
         fields: Mapping[str, object] | None = None,
         **changes: Any,
     ) -> Row:
-        """A family that is this one but for these attributes; ``fields`` are added to its own."""
+        """Return a family with other attributes. ``fields`` are added to this one's."""
         own = {**self.fields, **(fields or {})}
         return replace(self, family=family, architectures=architectures, fields=own, **changes)
 

@@ -53,7 +53,7 @@ class ModelSpec:
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    attention: tuple[AttentionSpec, ...]  # one a layer
+    attention: tuple[AttentionSpec, ...]  # one per layer
     max_model_len: int  # most tokens a sequence may have, prompt and output together
 
     activation: Activation
@@ -63,8 +63,8 @@ class ModelSpec:
     """Of the attention and the MLP: norm before (pre), after the residual sum
     (post), before and after (sandwich), after, before the sum (branch)."""
     norm_offset: float = 0.0  # added to every norm's weight
-    norm_affine: bool = True  # False: norms have no weights
-    norm_bias: bool = True  # of LayerNorms that have weights
+    norm_affine: bool = True  # norms have weights
+    norm_bias: bool = True  # LayerNorms that have weights have a bias, too
     shared_norm: bool = False  # one norm for attention and MLP, which are parallel
     qk_norm: QkNorm = "none"
     qkv_clip: float | None = None  # q, k and v are clamped to plus and minus this
@@ -87,9 +87,9 @@ class ModelSpec:
     """Checkpoints turn dims 2i and 2i + 1 of a head together, not i and n + i."""
     q_growth: tuple[float, int] | None = None
     """(β, n): q at position p is multiplied by 1 + β · ln(1 + ⌊p / n⌋)."""
-    ropes: tuple[RopeSpec | None, ...] = ()  # how each layer turns q and k; None: not at all
+    ropes: tuple[RopeSpec | None, ...] = ()  # how each layer turns q and k, or None
     num_learned_positions: int = 0  # rows of the learned position embedding; 0 without one
-    learned_position_offset: int = 0  # row of position 0
+    learned_position_offset: int = 0  # row of position 0 in that embedding
     embedding_scale: float = 1.0  # multiplies the token embeddings
     residual_scale: float = 1.0  # multiplies what attention and MLP add
     logit_scale: float = 1.0  # multiplies the logits

@@ -17,11 +17,11 @@ def layers_of_stages(
     where those are large.
 
     Args:
-        counts: how many layers each has; None: such that the stage with the most weights to read
-            a step has as few as can be.
+        counts: Layers of each stage. None balances them: the stage that reads the most weights
+            per step reads as few as possible.
 
     Raises:
-        ConfigError: there are fewer layers than stages, or ``counts`` don't add up.
+        ConfigError: If there are fewer layers than stages, or ``counts`` don't add up.
     """
     if counts is not None:
         return _counted(spec, num_stages, counts)

@@ -5,7 +5,7 @@ One formula decodes every format::
 
     weight[r, c] = (value(code[r, c]) - zero[block]) · scale[block]
 
-A row of ``FORMATS`` says which tensors a weight is stored in, how its codes are
+A row of ``FORMATS`` names the tensors that a weight is stored in, how its codes are
 packed, and what a code's value is. Block sizes follow from shapes.
 
 Sources: OCP Microscaling Formats 1.0 (e2m1, e4m3, e8m0); the layouts of
@@ -28,7 +28,7 @@ ITEM_BITS = {
 """Bits of an item of each dtype that safetensors names."""
 
 Values: TypeAlias = Literal["e4m3", "e2m1", "integer"]
-"""What a code means: an 8-bit float of 4 exponent bits, a 4-bit float of 2, or a whole number."""
+"""A code is an 8-bit float of 4 exponent bits, a 4-bit float of 2, or a whole number."""
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Position in its word of the i-th of 8 values."""
@@ -42,7 +42,7 @@ class Format:
     codes: str  # suffix of the tensor with the codes
     weight: str  # suffix of the decoded tensor
     scales: tuple[str, ...]  # suffixes that the tensor with the scales may have
-    dtype: str  # of the codes
+    dtype: str  # dtype of the codes
     values: Values
     factor: str | None = None  # suffix of one number that scales are multiplied with
     divisor: str | None = None  # suffix of one number that scales are divided by
@@ -51,10 +51,10 @@ class Format:
     group_index: str | None = None
     """Suffix of the tensor that names each input's scale; it may be missing."""
     inputs_first: bool = False  # codes and scales are [inputs, outputs]
-    packed_rows: bool = False  # A word holds codes of one column, not of one row
+    packed_rows: bool = False  # a word holds codes of one column, not of one row
     flat_groups: bool = True
-    """False: codes are [outputs, groups, bytes of a group], of which [inputs,
-    outputs] is to be decoded."""
+    """If False, codes are [outputs, groups, bytes of a group], and are decoded to [inputs,
+    outputs]."""
 
 
 FORMATS = (
@@ -95,9 +95,9 @@ class TensorEntry:
     file: Path  # where the tensor is, or its codes
     dtype: str
     """As safetensors names it, e.g. ``BF16``; the format's name if it is encoded."""
-    shape: tuple[int, ...]  # once decoded
+    shape: tuple[int, ...]  # shape once decoded
     offset: int  # bytes from the file's start
-    num_bytes: int  # on disk, scales and zero points included
+    num_bytes: int  # bytes on disk, scales and zero points included
     encoding: Encoding | None = None
     """How it is encoded. None if it lies on disk as it is."""
 
@@ -118,7 +118,7 @@ class Encoding:
     matrix: tuple[int, int, int]
     """How many matrices, and rows and columns of each as stored, once unpacked."""
     block: tuple[int, int]  # rows and columns of such a matrix that share a scale
-    bits: int  # of a code
+    bits: int  # bits of a code
     order: tuple[int, ...]  # position of the i-th code in its word
     global_scale: TensorEntry | None = None
     zeros: TensorEntry | None = None

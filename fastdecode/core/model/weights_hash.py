@@ -1,7 +1,7 @@
 """A hash of every byte of a model's weights.
 
-``Checkpoint.model_hash`` reads headers only, which do for telling that two processes speak of the
-same job. What is kept for longer than that needs more: fine-tunes of one model have equal headers.
+``Checkpoint.model_hash`` reads headers only, which is enough to compare two processes of one job.
+Blocks that outlive a job need more: fine-tunes of one model have equal headers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _MOST_KNOWN_BYTES: Final = 1 << 16
 
 
 def weights_hash(checkpoint: Checkpoint, known: Path | None = None) -> str:
-    """Of all files with tensors, 64 hexadecimal digits. Reading a large model takes a while, so
-    what was found is kept, for as long as nobody writes the files.
+    """Return the hash of all files with tensors, 64 hexadecimal digits. Reading a large model
+    takes a while, so the hash is kept until a file changes.
 
     Args:
-        known: directory where that is kept; None: the user's cache.
+        known: Directory where hashes are kept. None stands for the user's cache.
 
     Raises:
-        CheckpointError: a file can't be read.
+        CheckpointError: If a file can't be read.
     """
     files = sorted({file for entry in checkpoint.tensors.values() for file in entry.files})
     try:
