@@ -46,8 +46,8 @@ class StageMemory:
     token_kv_gb: float = _positive("K and V of one layer, for a microbatch's tokens", "GB", 0.0)
     memory_gb: float = _positive("memory of a machine", "GB")
 
-    def fit(self, machines: int, *, tokens: bool) -> bool:
-        """Return True if this many machines hold prompts, or tokens."""
+    def fits(self, machines: int, *, tokens: bool) -> bool:
+        """Return True if this many machines hold prompts (with ``tokens``: tokens)."""
         kv_gb = (self.prompt_kv_gb + self.token_kv_gb) * machines if tokens else self.prompt_kv_gb
         stage_gb = -(-self.layers // machines) * (self.weights_gb + kv_gb)
         return machines <= self.layers and at_most(stage_gb, self.memory_gb)
@@ -55,7 +55,7 @@ class StageMemory:
     def fewest(self, *, tokens: bool) -> int | None:
         """Return the fewest machines that hold prompts, or tokens. None if no number does."""
         counts = range(1, self.layers + 1)
-        return next((n for n in counts if self.fit(n, tokens=tokens)), None)
+        return next((n for n in counts if self.fits(n, tokens=tokens)), None)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Disaggregation:
         tokens_s = self.tokens * self.machines * self.token_time
         for few in range(1, self.machines):
             rest, memory = self.machines - few, self.memory
-            if not memory or (memory.fit(few, tokens=False) and memory.fit(rest, tokens=True)):
+            if not memory or (memory.fits(few, tokens=False) and memory.fits(rest, tokens=True)):
                 yield Split(few, rest, max(prompts_s / few, tokens_s / rest))
 
     @property

@@ -1,5 +1,5 @@
-"""Times of the S-part, the R-part and the network: from datasheets, or from measured profiles. Only
-``provenance`` tells the two apart."""
+"""Times of the S-part, the R-part and the network: from datasheets, or from measured profiles. They
+differ in ``provenance`` alone."""
 
 from __future__ import annotations
 

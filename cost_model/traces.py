@@ -76,7 +76,7 @@ def decoded(lines: Iterable[Located], kind: type[T]) -> Iterator[T]:
 
 
 def read_trace(path: Path) -> RequestTrace:
-    """Read own lines. Raises ConfigError: If the file can't be read, or a line is broken."""
+    """Read a trace in our format. Raises ConfigError: If it can't be read, or a line is broken."""
     return _own_trace(located(path, str(path)), str(path))
 
 
@@ -108,8 +108,8 @@ class ReadTrace:
 
 
 def read_any_trace(path: Path) -> ReadTrace:
-    """Read own lines, or a server's log. Raises ConfigError: If the file can't be read, is neither,
-    or a line is broken."""
+    """Read a trace in our format, or a server's log. Raises ConfigError: If the file can't be read,
+    is neither, or a line is broken."""
     name = f"--trace {path}"
     lines = located(path, name)
     first = next(lines, None)

@@ -1,5 +1,5 @@
 """Conversations over tiers of a KV cache, each turn done as it arrives: what a policy keeps, moves
-down, drops, and has computed again.
+down, drops, and recomputes.
 
 A turn has all tokens of its conversation in the upper tier: those that were moved down are
 restored, those that were dropped recomputed. Then, while fewer slots are free than the threshold,

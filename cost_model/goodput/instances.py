@@ -141,7 +141,7 @@ class DecodeInstance:
     changes of the batch, many steps are one event.
 
     Prompts start in order, once there is capacity for all that their requests will cache, at most
-    ``step_tokens`` a step. If R-workers do not open at once, a request that starts joins the step
+    ``step_tokens`` per step. If R-workers do not open at once, a request that starts joins the step
     after the next, unless nothing runs. ``first`` gets a request whose first token is sampled here,
     and returns how many follow; ``done`` gets one that has sampled its last.
     """
@@ -159,7 +159,7 @@ class DecodeInstance:
         self._done = done
         self._first = first
         self._step_tokens = step_tokens
-        self._opens_at_once = spec.opens_at_once
+        self.opens_at_once = spec.opens_at_once
         self.room = DecodeReservations(spec.capacity_tokens, spec.max_sequences)
         self._waiting: deque[DispatchJob] = deque()
         self._wanted_tokens = 0
@@ -236,7 +236,7 @@ class DecodeInstance:
             self._wanted_tokens -= job.reserved_tokens
             self._reserve(job)
             self._opening.append(_Prompt(job))
-        if self._opens_at_once or not (self._running or self._prompts):
+        if self.opens_at_once or not (self._running or self._prompts):
             self._prompts += self._opening
             self._opening = []
         self._parts = self._take()

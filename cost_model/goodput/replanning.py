@@ -1,5 +1,5 @@
-"""Running instances that are alike: step times fitted to what they did, what each choice of their
-roles carries, by simulation, and when the traffic of a window asks for a choice.
+"""Roles of running instances that are alike: step times fitted to their steps, the rate that each
+choice of roles carries (simulated), and the traffic that makes another choice due.
 
 A process of its own answers ``RoleQuestion`` as JSON, at the lowest priority (``main``).
 """
@@ -349,7 +349,7 @@ class WatchRules:
     """Longest time between two judgements."""
     window_s: float = 300.0
     min_requests: int = 100
-    """Requests of a window, which is as long as they take."""
+    """Fewest requests of a window, which lasts until it has them."""
     shift: float = 0.25
     """Part by which rate, cv or lengths must differ from the plan."""
     short: float = 0.05

@@ -26,7 +26,7 @@ from cost_model.goodput.instances import (
     transfer,
 )
 from cost_model.goodput.slo import Attainment, RequestTimes, Slo
-from cost_model.goodput.workload import MIN_REQUESTS, Draw
+from cost_model.goodput.workload import MIN_REQUESTS, Draw, TimedRequests
 from cost_model.numbers import smallest
 from fastdecode.schedule.dispatch import (
     AssignDecode,
@@ -111,9 +111,7 @@ class _Cluster:
         self.prefill = [PrefillInstance(self.clock, spec, self._prefilled) for spec in prefill]
         callbacks = self._decoded, self._sampled_first
         self.decode = [DecodeInstance(self.clock, x, *callbacks, step_tokens) for x in decode]
-        self._are_for_both = step_tokens > 0
         self._decoding: dict[int, int] = {}
-        self._opens_at_once = [spec.opens_at_once for spec in decode]
         self._out = [TransferPort(spec.times.times) for spec in prefill]
         self._in = [TransferPort(spec.times.times) for spec in decode]
         rooms = [DecodeReservations(spec.capacity_tokens, spec.max_sequences) for spec in decode]
@@ -121,11 +119,12 @@ class _Cluster:
         queues = [PrefillQueue(spec.batch_tokens, float) for spec in prefill]
         self._dispatcher = Dispatcher(queues, rooms or [DecodeReservations(UNLIMITED, UNLIMITED)])
 
-    def arrive(self, job: DispatchJob) -> None:
+    def put(self, job: DispatchJob) -> None:
+        """Give a request to the least full of the instances for both phases."""
+        min(self.decode, key=lambda instance: instance.fullness).put(job)
+
+    def dispatch(self, job: DispatchJob) -> None:
         """Take a request whose prompt an instance runs, or whose prompt is finished."""
-        if self._are_for_both:
-            min(self.decode, key=lambda instance: instance.fullness).put(job)
-            return
         if self.prefill:
             self._assign(self._dispatcher.arrived(job))
             return
@@ -144,7 +143,7 @@ class _Cluster:
                     self.prefill[instance].put(job)
                 case AssignDecode(job, instance):
                     self._decoding[job.job_id] = instance
-                    if self._opens_at_once[instance]:
+                    if self.decode[instance].opens_at_once:
                         self._fetch(job, instance)
                     else:
                         # After the step's end, whichever way that is rounded.
@@ -180,14 +179,14 @@ class _Cluster:
 
     def _decoded(self, job: DispatchJob) -> None:
         self.requests[job.job_id].ended_s = self.clock.now
-        if not self._are_for_both:
-            self._assign(self._dispatcher.decoded(job, self._decoding.pop(job.job_id)))
+        if (instance := self._decoding.pop(job.job_id, None)) is not None:
+            self._assign(self._dispatcher.decoded(job, instance))
 
-    def run(self, requests: Sequence[tuple[float, int, int]]) -> GoodputRun:
+    def run(self, requests: TimedRequests, arrive: Callable[[DispatchJob], None]) -> GoodputRun:
         for number, (arrived_s, prompt, output) in enumerate(requests):
             self.requests[number] = _Request(arrived_s, output)
             job = DispatchJob(number, prompt, prompt + output)
-            self.clock.at(arrived_s, partial(self.arrive, job))
+            self.clock.at(arrived_s, partial(arrive, job))
         self.clock.run()
         total_s = max(self.clock.now, 1e-12)
         return GoodputRun(
@@ -201,23 +200,22 @@ class _Cluster:
 
 
 def simulate(
-    requests: Sequence[tuple[float, int, int]],
-    prefill: Sequence[PrefillSpec],
-    decode: Sequence[DecodeSpec],
+    requests: TimedRequests, prefill: Sequence[PrefillSpec], decode: Sequence[DecodeSpec]
 ) -> GoodputRun:
     """Run both phases, or one by itself. Without prefill instances a prompt is finished when it
-    arrives. Without decode instances a request ends with its first token. ``requests`` are seconds
-    of arrival, prompt and output tokens, by arrival."""
-    return _Cluster(prefill, decode).run(requests)
+    arrives. Without decode instances a request ends with its first token."""
+    cluster = _Cluster(prefill, decode)
+    return cluster.run(requests, cluster.dispatch)
 
 
 def simulate_colocated(
-    requests: Sequence[tuple[float, int, int]], instances: Sequence[DecodeSpec], step_tokens: int
+    requests: TimedRequests, instances: Sequence[DecodeSpec], step_tokens: int
 ) -> GoodputRun:
     """Run instances for both phases. A request goes to the one with the least KV that is reserved,
     or wanted by the requests that wait there. ``Dispatcher`` does so while there is capacity;
     without, it keeps requests, or has prompts run alone."""
-    return _Cluster([], instances, step_tokens).run(requests)
+    cluster = _Cluster([], instances, step_tokens)
+    return cluster.run(requests, cluster.put)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -24,6 +25,8 @@ GENERATOR = "NumPy PCG64"
 MAX_CV = 100.0
 MAX_LOG_SPREAD = 5.0
 MIN_REQUESTS = 300
+TimedRequests: TypeAlias = Sequence[tuple[float, int, int]]
+"""Seconds of arrival, prompt and output tokens, by arrival."""
 
 
 def unit_gaps(num_gaps: int, cv: float, seed: int) -> np.ndarray:
@@ -41,8 +44,7 @@ class Draw:
     lengths: tuple[tuple[int, int], ...]
 
     def at(self, rate: float, num_requests: int | None = None) -> list[tuple[float, int, int]]:
-        """Return seconds of arrival, prompt and output tokens, by arrival. More requests than were
-        drawn repeat the draw."""
+        """Return ``TimedRequests``. More requests than were drawn repeat the draw."""
         num = len(self.gaps) if num_requests is None else num_requests
         # Where the draw begins again, there is a gap, too.
         gaps = np.resize(np.array((*self.gaps[1:], 1.0)), max(0, num - 1))

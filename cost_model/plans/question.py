@@ -215,7 +215,7 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, path: Path) -> Prices:
-        """Raises ConfigError: If the file is missing, broken, or holds no prices above 0."""
+        """Read prices, all above 0. Raises ConfigError: If the file is missing or broken."""
 
         def refuse(why: str) -> ConfigError:
             return ConfigError(Given("prices", str(path)), f" (TOML, or JSON by its suffix): {why}")

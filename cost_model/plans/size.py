@@ -68,7 +68,7 @@ class Verdict:
     gain: float
     """Tokens a second, relative to the GPU alone; inf if the GPU alone can't run it."""
     break_even_socket_price: float
-    """Part of a GPU that a socket may cost before the GPU alone is cheaper. Never if below 0."""
+    """Price of a socket, in GPUs, at which both ways cost the same. 0 or less if there is none."""
     reason: str
     rival: WhatIf | None
     """The strongest GPU alone, in FP8, if it gives as much as what is recommended."""

@@ -49,7 +49,7 @@ class PaperTable:
         """Prompt stages hold a microbatch, stages of tokens as many as there are stages."""
         stages, size = configuration
         memory = self.memory(stages, size, PROMPT_TOKENS, tokens - PROMPT_TOKENS)
-        return memory.fit(stages, tokens=tokens != PROMPT_TOKENS)
+        return memory.fits(stages, tokens=tokens != PROMPT_TOKENS)
 
     @property
     def begins_where_something_fits(self) -> bool:
