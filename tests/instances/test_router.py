@@ -4,6 +4,7 @@ every request says what it would say anyway, once."""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,9 +138,12 @@ class World:
         most = rng.choice([30, 110]) if n == 1 else 30
         prompt = (5,) * rng.randint(1, most)
         request = Request(name, prompt, params, tokens, seed=rng.randrange(1 << 30))
+        self.send(request, every_step=rng.random() < 0.5)
+
+    def send(self, request: Request, *, every_step: bool) -> None:
+        name = request.request_id
         self.requests[name], self.said[name] = request, []
-        listener = Listener(self.said[name].append, every_step=rng.random() < 0.5)
-        self.router.submit(request, listener)
+        self.router.submit(request, Listener(self.said[name].append, every_step=every_step))
 
     def cancel(self, name: str) -> None:
         if self.router.cancel(name):
@@ -175,6 +179,23 @@ class World:
         instance.stranded = None
         self.router.came_back()
 
+    def traffic(self, rng: random.Random) -> Iterator[int]:
+        """Submit requests, and let instances speak for some turns after each."""
+        for number in range(40):
+            self.submit(f"r{number}", rng)
+            for _ in range(rng.randint(0, 6)):
+                self.turn(rng)
+            yield number
+
+    def run(self, rng: random.Random) -> None:
+        """Let instances speak until they have nothing to say."""
+        while self.turn(rng):
+            pass
+
+    def finish(self, rng: random.Random) -> None:
+        self.run(rng)
+        self.check()
+
     def check(self) -> None:
         """Requests without a cancel give the outputs of an undisturbed run."""
         for name, request in self.requests.items():
@@ -206,29 +227,21 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
 def test_cancelling_and_losses_at_any_stage(rng: random.Random) -> None:
     world = World(rng.randint(1, 3), rng.randint(1, 3))
     left = len(world.prefill) + len(world.decode) - 1
-    for number in range(40):
-        world.submit(f"r{number}", rng)
-        for _ in range(rng.randint(0, 6)):
-            world.turn(rng)
+    for number in world.traffic(rng):
         if rng.random() < 0.3:
             world.cancel(f"r{rng.randrange(number + 1)}")
         if rng.random() < 0.05 and left:
             alive = [x for x in (*world.prefill, *world.decode) if x.broken is None]
             world.lose(rng.choice(alive))
             left -= 1
-    while world.turn(rng):
-        pass
-    world.check()
+    world.finish(rng)
 
 
 def test_instances_without_r_workers_that_come_back_at_any_stage(rng: random.Random) -> None:
     """Also where none has one for a while: requests wait then."""
     world = World(rng.randint(1, 3), rng.randint(1, 3))
     every = [*world.prefill, *world.decode]
-    for number in range(40):
-        world.submit(f"r{number}", rng)
-        for _ in range(rng.randint(0, 6)):
-            world.turn(rng)
+    for number in world.traffic(rng):
         if rng.random() < 0.1:
             world.cancel(f"r{rng.randrange(number + 1)}")
         hurt = rng.choice(every)
@@ -241,9 +254,7 @@ def test_instances_without_r_workers_that_come_back_at_any_stage(rng: random.Ran
     for instance in every:
         if instance.stranded is not None:
             world.recover(instance)
-    while world.turn(rng):
-        pass
-    world.check()
+    world.finish(rng)
 
 
 def with_a_large_request() -> tuple[World, Scripted]:
@@ -252,8 +263,7 @@ def with_a_large_request() -> tuple[World, Scripted]:
     world.decode.append(large)
     world.router = route([*world.decode, *world.prefill])
     request = Request("large", (5,) * 9, SamplingParams(max_tokens=600), 600, seed=1)
-    world.requests["large"], world.said["large"] = request, []
-    world.router.submit(request, Listener(world.said["large"].append, every_step=False))
+    world.send(request, every_step=False)
     return world, large
 
 
@@ -263,13 +273,10 @@ def test_a_request_that_fits_only_where_no_r_worker_is_left_keeps_nobody_waiting
         world.turn(rng)
     world.strand(large)
     world.submit("small", rng)
-    while world.turn(rng):
-        pass
+    world.run(rng)
     assert list(world.router.by_request) == ["large"]
     world.recover(large)
-    while world.turn(rng):
-        pass
-    world.check()
+    world.finish(rng)
 
 
 def test_a_request_whose_only_place_is_lost_for_good_fails() -> None:
@@ -287,8 +294,7 @@ def test_a_prompt_is_fetched_and_its_request_over_in_one_delta() -> None:
     """A router that is slow to read finds one delta a sequence."""
     rng, world = random.Random(14), World(1, 1)
     request = Request("a", (5,) * 9, SamplingParams(max_tokens=9), 9, seed=1)
-    world.requests["a"], world.said["a"] = request, []
-    world.router.submit(request, Listener(world.said["a"].append, every_step=True))
+    world.send(request, every_step=True)
     while not world.decode[0].asked:
         assert world.turn(rng)
     (name,), queue = world.decode[0].asked, DeltaQueue()
@@ -304,19 +310,14 @@ def test_a_prompt_is_fetched_and_its_request_over_in_one_delta() -> None:
 def test_roles_that_change_at_any_stage(rng: random.Random) -> None:
     world = World(rng.randint(1, 3), rng.randint(1, 3))
     every = [*world.prefill, *world.decode]
-    for number in range(40):
-        world.submit(f"r{number}", rng)
-        for _ in range(rng.randint(0, 6)):
-            world.turn(rng)
+    for number in world.traffic(rng):
         if rng.random() < 0.5:
             name, role = rng.choice(every).name, rng.choice(list(InstanceRole))
             world.router.set_role(name, role)
             assert next(x.role for x in every if x.name == name) is role
         if rng.random() < 0.1:
             world.cancel(f"r{rng.randrange(number + 1)}")
-    while world.turn(rng):
-        pass
-    world.check()
+    world.finish(rng)
     assert world.router.num_moved == 0
 
 
@@ -330,9 +331,7 @@ def test_whoever_has_both_roles_is_given_whole_requests_while_it_has_room() -> N
         world.router.set_role("p9", InstanceRole.DECODE)
     world.router.set_role("p0", InstanceRole.BOTH)
     assert world.router.num_role_changes == 1
-    while world.turn(rng):
-        pass
-    world.check()
+    world.finish(rng)
 
 
 @pytest.mark.parametrize("is_lost", [True, False], ids=["lost", "evicted"])
@@ -341,13 +340,11 @@ def test_a_kept_prefix_that_cannot_be_read_is_not_asked_for_again(is_lost: bool)
 
     def submit(name: str) -> list[Request]:
         asked = Request(name, (5,) * 110 + (len(name),), SamplingParams(max_tokens=1), 1, seed=1)
-        world.requests[name], world.said[name] = asked, []
-        world.router.submit(asked, Listener(world.said[name].append, every_step=True))
+        world.send(asked, every_step=True)
         return [run for x in world.prefill for run in x.asked.values()]
 
     submit("kept")
-    while world.turn(rng):
-        pass
+    world.run(rng)
     world.router.dispatcher.prefill[1].num_tokens += 1_000  # the other one runs what comes
     (run,) = submit("borrows")
     assert run.sources
@@ -381,10 +378,8 @@ def test_who_keeps_prompts_lets_others_be_bound(seed: int) -> None:
     ]:
         params = SamplingParams(max_tokens=num_tokens)
         request = Request(name, (5,) * num_prompt, params, num_tokens, seed=rng.randrange(1 << 30))
-        world.requests[name], world.said[name] = request, []
-        world.router.submit(request, Listener(world.said[name].append, every_step=False))
-    while world.turn(rng):
-        pass
+        world.send(request, every_step=False)
+    world.run(rng)
     assert stages(world) == {}
 
 
@@ -396,8 +391,7 @@ def test_what_has_been_decided_of_a_request_that_leaves_takes_no_room() -> None:
     decode, (_, queue) = dispatcher.decode, dispatcher.prefill
     decode[0].num_sequences = decode[0].max_sequences
     world.submit("G", rng)
-    while world.turn(rng):
-        pass
+    world.run(rng)
     queue.num_tokens = 1000
     world.submit("A", rng)
     assert stages(world) == {
@@ -407,9 +401,7 @@ def test_what_has_been_decided_of_a_request_that_leaves_takes_no_room() -> None:
     queue.num_tokens = decode[0].num_sequences = 0
     world.prefill[0].broken = WorkerError("it takes nothing, and nobody knows")
     world.router.dispatch()
-    while world.turn(rng):
-        pass
-    world.check()
+    world.finish(rng)
 
 
 def test_a_burst_waits_for_room() -> None:
@@ -431,9 +423,7 @@ def test_what_cannot_be_prefilled_or_fetched_is_run_where_it_is_decoded() -> Non
         (name,) = world.prefill[0].asked
         world.router.arrived(world.prefill[0], [Delta(name, 0, error=error)])
         assert not world.prefill[0].asked or error.code == HANDED_OVER_LOST
-        while world.turn(rng):
-            pass
-        world.check()
+        world.finish(rng)
         assert world.router.num_moved == 1
 
 
@@ -451,9 +441,7 @@ def test_a_request_fails_once_each_instance_has_failed_it(code: str) -> None:
     world.router.arrived(world.decode[0], [Delta(elsewhere, 0, error=second)])
     assert world.said["a"][-1].error is first and not world.said["b"]
     del world.requests["a"]
-    while world.turn(rng):
-        pass
-    world.check()
+    world.finish(rng)
     assert world.said["b"]
 
 
@@ -472,9 +460,7 @@ def test_errors_that_come_before_an_engine_says_that_it_has_broken_down(rng: ran
     hurt.asked.clear()
     hurt.broken = error
     world.router.lost(hurt)
-    while world.turn(rng):
-        pass
-    world.check()
+    world.finish(rng)
 
 
 def test_when_no_instance_is_left_all_end() -> None:
