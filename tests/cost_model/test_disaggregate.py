@@ -73,7 +73,7 @@ def memory(machine_gb: float) -> StageMemory:
 def test_bounds_of_memory() -> None:
     bounds = memory(160)
     assert (bounds.fewest(tokens=False), bounds.fewest(tokens=True)) == (3, 14)
-    assert bounds.fit(14, tokens=True) and not bounds.fit(15, tokens=True), "a microbatch more"
+    assert bounds.fits(14, tokens=True) and not bounds.fits(15, tokens=True), "a microbatch more"
     assert memory(5).fewest(tokens=False) is None is memory(5).fewest(tokens=True)
 
 
