@@ -1,14 +1,14 @@
 """Cache groups: holders that several R-workers keep together.
 
-The engine talks to **holders**. A holder whose cache one R-worker keeps is what ``WorkerPool``
-calls one. A ``CacheGroup`` is a holder of several **members**, each with a ``Shard`` of the cache:
-some layers, or some heads. Every member of a group is a holder of a ``WorkerPool``, which sends,
-receives, and notices losses.
+The engine talks to **holders**. In a ``WorkerPool`` one R-worker keeps each holder's cache. A
+``CacheGroup`` is a holder of several **members**, each with a ``Shard`` of the cache: some layers,
+or some heads. Every member of a group is a holder of a ``WorkerPool``, which sends, receives, and
+notices losses.
 
 A group does two things. It cuts a message into the members' parts (``message.part``), and it joins
 their answers (``message.join``) once all that were asked have answered. Where one refuses, the
-others undo what they accepted. A group is lost when one of its members is: what comes next is
-decided by replacements, by ``fastdecode.engine.fleet.resharing`` or by replicas.
+others undo what they accepted. A group is lost when one of its members is. Replacements,
+``fastdecode.engine.fleet.resharing`` or replicas decide what follows.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class JoinedMoves:
         self._num_slots: dict[HolderId, int] = {}  # of members that have reported all
         self._stores: set[int] = set()  # jobs
         self.news: deque[MoveNews] = deque()
-        """What all members have reported, and wasn't taken."""
+        """Joined reports that were not taken yet."""
 
     def begin_store(self, job: int) -> None:
         self._stores.add(job)
 
     def take(self, member: HolderId, news: MoveNews) -> dict[HolderId, set[bytes]]:
-        """Take in a member's report. Return the blocks that members are to drop, since
-        others lack them: disks would fill with what is of no use."""
+        """Take in a member's report. Return the blocks that members are to drop, since others
+        lack them: otherwise disks would fill with useless blocks."""
         match news:
             case Done():
                 return self._take_moved(member, news)
@@ -82,35 +82,35 @@ class JoinedMoves:
         return {}
 
     def _take_fetching(self, member: HolderId, news: Progress) -> None:
-        """The group is as far as its slowest member; one whose part is over reports
-        nothing more."""
-        told = self._fetching.setdefault(news.job, {})
-        told[member] = news
+        """The group is as far as its slowest member. A member that is done reports nothing
+        more."""
+        by_member = self._fetching.setdefault(news.job, {})
+        by_member[member] = news
         over = self._moved.get(news.job, {})
-        under_way = [told[x] for x in told if x not in over]
-        if under_way and told.keys() | over.keys() >= self._members:
+        under_way = [by_member[x] for x in by_member if x not in over]
+        if under_way and by_member.keys() | over.keys() >= self._members:
             slowest = min(under_way, key=lambda x: x.num_there)
             self.news.append(replace(slowest, holder=self._holder))
 
     def _take_moved(self, member: HolderId, news: Done) -> dict[HolderId, set[bytes]]:
-        own_failed = {x: set(keys_of(y.missing)) for x, y in self._moved.get(news.job, {}).items()}
-        own_failed[member] = set(keys_of(news.missing))
         by_member = self._moved.setdefault(news.job, {})
         by_member[member] = news
         if not by_member.keys() >= self._members:
             return {}
-        told = list(self._moved.pop(news.job).values())
+        del self._moved[news.job]
         self._fetching.pop(news.job, None)
+        own_failed = {x: set(keys_of(each.missing)) for x, each in by_member.items()}
         failed = {key for own in own_failed.values() for key in own}
-        num_bytes = sum(each.num_bytes for each in told)
-        seconds = max(each.seconds for each in told)
-        faults = map(sum, zip(*(each.faults for each in told), strict=True))
-        reason = next((each.reason for each in told if each.reason), "")
+        reports = by_member.values()
+        num_bytes = sum(each.num_bytes for each in reports)
+        seconds = max(each.seconds for each in reports)
+        faults = map(sum, zip(*(each.faults for each in reports), strict=True))
+        reason = next((each.reason for each in reports if each.reason), "")
         at = self._holder, news.job, words_of(sorted(failed))
         names = "num_unread", "num_damaged", "num_unwritten", "num_late"
         counts = dict(zip(names, faults, strict=True))
         self.news.append(replace(Done(*at, num_bytes, seconds, reason=reason), **counts))
-        # Who asked for a fetch gives blocks up by itself.
+        # The engine gives up the blocks of a failed fetch by itself.
         is_store = news.job in self._stores
         self._stores.discard(news.job)
         return {x: failed - own for x, own in own_failed.items()} if is_store else {}
@@ -147,33 +147,33 @@ class CacheGroup:
     """One holder of several members.
 
     Args:
-        shards: what each keeps; it may be known later (``begin``).
+        shards: What each member keeps. It may be known later (``begin``).
     """
 
     def __init__(self, holder: HolderId, pool: WorkerPool, shards: Shards) -> None:
         self.holder: Final = holder
         self._pool = pool
         self._asked: dict[HolderId, deque[_Asked | None]] = {}
-        """Of each member, in its order; None: the question is forgotten."""
+        """Questions to each member, in order. None for one that is forgotten."""
         self._want_lse: dict[int, bool] = {}  # of each lane's step
         self.welcomes: dict[HolderId, Welcome] = {}
         """What each member answered to the last greeting."""
         self.welcome: Welcome | None = None
-        """The group's answer to it; None: not all have answered."""
+        """The group's answer to it. None until all have answered."""
         self.greets_all = False
-        """A greeting goes to members in every stage, not in the first alone: it isn't
-        the first one, which each stage has seen to by itself."""
+        """True if a greeting goes to members in every stage, and not in the first alone. Each
+        stage does the first greeting by itself."""
         self.loss: WorkerError | None = None
-        """Why it is lost, until it is revived; None: it isn't, or nobody has taken that
-        loss (``WorkerPool.take_losses``)."""
+        """Why it is lost, until it is revived. None if it isn't, or that loss was not taken yet
+        (``WorkerPool.take_losses``)."""
         self.begin(shards)
 
     def begin(self, shards: Shards) -> None:
-        """From now on these are the members. What was asked before is forgotten."""
+        """Set the members. What was asked before is forgotten."""
         pool = self._pool
         self.shards = dict(shards)
         self.lost_members: list[HolderId] = []
-        """Those of which a loss was taken that nobody has seen to."""
+        """Members whose losses were taken by the pool, and not yet by replicas."""
         self.moves = JoinedMoves(self.holder, self.shards)
         """What members report of tiers and transfers."""
         self._asked = {
@@ -191,7 +191,7 @@ class CacheGroup:
 
     @property
     def broken(self) -> WorkerError | None:
-        """Why a member is lost whose shard nobody has; None: all are there."""
+        """Why a member is lost whose shard no other has. None if no shard is missing."""
         gone, placement = self._pool.gone, self._pool.placement
         if not gone:
             return None
@@ -200,7 +200,8 @@ class CacheGroup:
         return next((gone[placement[x]] for x in self.shards if placement[x] in gone), None)
 
     def send(self, message: ToRWorker) -> None:
-        """Send each member that it concerns its part, or nothing where one of these is lost."""
+        """Send its part to each member that the message concerns, or nothing if one of these is
+        lost."""
         pool = self._pool
         everywhere = message.in_every_stage or (isinstance(message, Hello) and self.greets_all)
         due = self._members if everywhere else self._here
@@ -220,7 +221,7 @@ class CacheGroup:
             pool.send(member, message.part(self.shards[member]))
 
     def take(self, member: HolderId, answer: Answer) -> Answer | None:
-        """A member has answered. The group's answer, once all have."""
+        """Take in a member's answer. Return the group's answer, once all have answered."""
         waiting = self._asked.get(member)
         asked = waiting.popleft() if waiting else None
         if asked is None or not self._is_due(member, asked.message, answer):
@@ -229,19 +230,19 @@ class CacheGroup:
         return self._joined(asked) if len(asked.answers) == len(asked.due) else None
 
     def take_moved(self, member: HolderId, news: MoveNews) -> None:
-        """A member reports a transfer; not one that is forgotten."""
+        """Take in a member's report on a transfer, unless that is forgotten."""
         waiting = self._asked.get(member)
         if waiting is None or any(x is None or isinstance(x.message, Hello) for x in waiting):
             return
         if isinstance(news, Progress) and len(self._here) < len(self._members):
-            return  # other stages don't report it: nobody begins before all is there
+            return  # other stages don't report it: no sequence begins before all is there
         for each, keys in self.moves.take(member, news).items():
             if keys:
                 self._pool.send(each, Forget(words_of(sorted(keys)), is_below=True))
 
     def _is_due(self, member: HolderId, asked: ToRWorker, answer: Answer) -> bool:
-        """Whether the arrays of an answer are the ones that were asked for. Once they
-        are joined, nobody knows any more which member sent others."""
+        """Return True if the arrays of an answer are the ones that were asked for. Once they are
+        joined, it is unknown which member sent wrong ones."""
         heads = self.shards[member].heads
         if heads is None or not isinstance(asked, Attend):
             return True
@@ -272,8 +273,8 @@ class GroupPool:
     """Cache groups as the engine sees them; see ``WorkerPool``.
 
     Args:
-        members: one holder a member; ``WorkerPool`` counts and times what they owe.
-        share_out: the shards of the first group, when it is greeted; None: they stay.
+        members: Every member as a holder. The pool counts and times what they owe.
+        share_out: Makes the shards of the first group, when it is greeted. None to keep them.
     """
 
     def __init__(
@@ -288,11 +289,11 @@ class GroupPool:
         self._owners = {member: group for group in self.groups for member in group.shards}
         self._share_out = share_out
         self.is_greeting = False
-        """The members of a lost group are greeted again; no step waits for them."""
+        """True while members of a lost group are greeted again. No step waits for them."""
         self.told_first: tuple[ToRWorker, ...] = ()
-        """What a group is sent first that replaces a lost one."""
+        """Messages that a group is sent first when it is revived."""
         self._kept: deque[tuple[HolderId, Answer]] = deque()
-        """Answers that came while nobody awaited them (``take_in``)."""
+        """Answers that arrived outside ``receive`` (``take_in``)."""
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -344,16 +345,16 @@ class GroupPool:
         return taken
 
     def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
-        """The groups that have lost a member, and why. Each is reported once, until
-        it is revived."""
-        told = []
+        """Return the groups that have lost a member, and why. Each is reported once, until it is
+        revived."""
+        losses = []
         for member, error in self.members.take_losses():
             group = self._group_of(member)
             if group is not None:
                 group.lost_members.append(member)
                 if self.give_up(group.holder, error):
-                    told.append((group.holder, error))
-        return told
+                    losses.append((group.holder, error))
+        return losses
 
     def shards_of(self, holder: HolderId) -> Mapping[HolderId, Shard]:
         return self.groups[holder].shards
@@ -372,7 +373,7 @@ class GroupPool:
         group.loss = None
 
     def send(self, holder: HolderId, message: ToRWorker) -> None:
-        """See ``WorkerPool``. A lost group is sent nothing but a greeting."""
+        """Send to all members. A lost group is sent nothing but a greeting."""
         group = self.groups[holder]
         if isinstance(message, Hello):
             self._begin(group, message)
@@ -384,8 +385,8 @@ class GroupPool:
         return self._kept.popleft() if self._kept else self._receive(most_s)
 
     def take_in(self) -> None:
-        """Take in what has come, while nobody awaits it: an answer of another group, as of
-        a device beside R-workers, is kept for ``receive``. A ``Welcome`` is the group's."""
+        """Take in what has arrived, outside ``receive``. An answer of another group, such as a
+        device beside R-workers, is kept for ``receive``; a ``Welcome`` is in its group."""
         if not self.members.is_owed:
             self.look()
         elif (received := self._receive(0.0)) is not None:
@@ -416,8 +417,8 @@ class GroupPool:
             self.members.lose(next(iter(group.shards)), error)
 
     def give_up(self, holder: HolderId, error: WorkerError | None = None) -> bool:
-        """A group is lost until it is revived. Whether it wasn't before. ``error``:
-        None: since a member is."""
+        """Treat a group as lost until it is revived. Return False if it was lost before.
+        ``error``: Why. None if that is the loss of a member."""
         group = self.groups[holder]
         if group.loss is not None:
             return False
@@ -426,7 +427,7 @@ class GroupPool:
         return True
 
     def revive(self, holder: HolderId) -> None:
-        """A group goes on, with other members or with members at other R-workers."""
+        """Use a group again, with other members or with members at other R-workers."""
         self.groups[holder].loss = None
         for message in self.told_first:
             own = self.tier_of(holder, message) if isinstance(message, UseTier) else message
@@ -437,7 +438,7 @@ class GroupPool:
         group.begin(group.shards if share_out is None else share_out(self.members, hello))
 
     def _group_of(self, member: HolderId) -> CacheGroup | None:
-        """None: other members have its shard now."""
+        """Return the group of a member. None if other members have its shard now."""
         group = self._owners.get(member, self.groups[0])
         return group if member in group.shards else None
 
@@ -450,4 +451,4 @@ class GroupPool:
 
 
 HolderPool: TypeAlias = WorkerPool | GroupPool
-"""The holders of an engine: one R-worker keeps each, or several do together."""
+"""The holders of an engine. One R-worker keeps each, or several do together."""

@@ -4,8 +4,8 @@ of them are lost.
 The engine talks to **holders**, which are caches. The pool knows the **worker** that keeps each: a
 process at the end of one connection, by that connection's index. At first worker number i keeps
 holder number i; it may take over others' (``Placement``). A worker answers in the order in which
-it was asked. It is **lost**, with all its holders, when its connection breaks, when it says
-``Failed``, when an answer is overdue, or isn't one that it owes.
+it was asked. It is **lost**, with all its holders, when its connection breaks, when it sends
+``Failed``, when an answer is overdue, or when it sends an answer that it doesn't owe.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Placement:
     """Which worker keeps which holder.
 
     Args:
-        workers: their indices; each keeps the holder of that number at first.
-        keepers: the workers that only keep replicas: no holder has their numbers.
+        workers: Their indices. Each keeps the holder of that number at first.
+        keepers: The workers that only keep replicas: no holder has their numbers.
     """
 
     def __init__(self, workers: Iterable[int], keepers: Collection[int] = ()) -> None:
@@ -46,7 +46,7 @@ class Placement:
         self._holders = [one for one in self._worker_of if one not in keepers]
         self._former: set[tuple[int, HolderId]] = set()
         self.has_moved = False
-        """A worker may keep several holders, or another than its own."""
+        """True once a worker may keep several holders, or another than its own."""
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -58,16 +58,16 @@ class Placement:
         return self._worker_of[holder]
 
     def keeps(self, index: int, holder: int) -> bool:
-        """Whether the worker keeps the holder; there needn't be one of that number."""
+        """Return True if the worker keeps the holder, which may be a number that none has."""
         return self._worker_of.get(HolderId(holder)) == index
 
     def kept_once(self, index: int, holder: int) -> bool:
-        """Whether the worker kept the holder, and does no more: it may not know that yet."""
+        """Return True if the worker kept the holder before. It may not know that this ended."""
         return (index, holder) in self._former
 
     def move(self, holder: HolderId, to: HolderId) -> None:
-        """The worker that keeps ``to`` keeps a lost holder, too, from now on: it
-        has a cache under that name."""
+        """Move a lost holder to the worker that keeps ``to``, and has a cache under the lost
+        one's name."""
         self._worker_of[holder] = self._worker_of[to]
         self.has_moved = True
 
@@ -77,26 +77,26 @@ class Placement:
         self.has_moved = True
 
     def give_back(self, holder: HolderId) -> None:
-        """A holder is kept in its own place again: the worker that took it over
-        is lost, has nothing left of it, or has handed it over."""
+        """Move a holder to its own place: the worker that took it over is lost, has nothing left
+        of it, or has handed it over."""
         self._former.add((self._worker_of[holder], holder))
         self._worker_of[holder] = holder
 
 
 class WorkerPool:
-    """Sends to holders, receives their answers, and notices the dead and the silent.
+    """Sends to holders, receives their answers, and notices dead and silent workers.
 
-    What is sent to a lost holder goes nowhere. It never comes back, though another worker may take
+    What is sent to a lost holder is dropped. A lost worker never returns, though another may take
     its place (``revive``, ``placement.move``).
 
     Args:
-        hub: One connection a worker; at first a holder's number is its connection's index.
+        hub: One connection per worker. At first a holder's number is its connection's index.
         timeout_s, silence_s, clock: See ``Deadlines``.
-        absent: The workers that aren't there to begin with, and why: they are lost.
+        absent: The workers that are lost from the beginning, and why.
         device: The cache on the S-worker's device, beside R-workers: the last holder. It answers
-            at once, and is never lost.
-        num_others: The hub's last connections, which aren't to R-workers.
-        num_relayed: Workers that are reached over those. Their indices are the last.
+            inside ``send``, and is never lost.
+        num_others: Number of the hub's last connections, which are not to R-workers.
+        num_relayed: Number of workers that are reached over those. Their indices are the last.
         keepers: Workers that only keep replicas, by their indices.
     """
 
@@ -124,14 +124,14 @@ class WorkerPool:
         self.pending: Final = PendingReplies(
             num_peers + num_relayed, Deadlines(timeout_s, silence_s, clock), self._heard_s
         )
-        """What workers owe, and when they were heard, by their indices."""
+        """What workers owe, and when they last gave a sign of life, by their indices."""
         self._replications: list[tuple[int, ReplicationNews]] = []
         self._moves: list[tuple[int, MoveNews]] = []
         self.gone: Final = dict(absent or {})
-        """The workers that are lost, whether or not others have taken their
-        holders over, and why."""
+        """The workers that are lost, whether or not others have taken their holders over, and
+        why."""
         self.told_first: tuple[ToRWorker, ...] = ()
-        """What a replacement of a lost worker is sent first."""
+        """Messages that a replacement of a lost worker is sent first."""
         self._untold = list(self.gone)
         self._newcomers: list[str] = []
         self._early: deque[tuple[int, FromRWorker]] = deque()
@@ -151,12 +151,12 @@ class WorkerPool:
 
     @property
     def is_owed_at_once(self) -> bool:
-        """Whether an answer is owed by the device beside R-workers, which answers at once."""
+        """True if the device beside R-workers, which answers at once, owes an answer."""
         return False
 
     def hear_reports(self) -> None:
-        """Take in reports of devices that R-workers only keep replicas of: steps there
-        never receive. Answers are kept for ``receive``."""
+        """Take in reports of devices whose replicas R-workers keep: steps on a device never
+        receive. Answers are kept for ``receive``."""
         for index in self._unheard:
             connection = self._connection(index)
             try:
@@ -182,17 +182,17 @@ class WorkerPool:
 
     def take_moves(self) -> list[MoveNews]:
         """Return the reports on transfers in their order. Each is taken once."""
-        heard, self._moves = self._moves, []
-        return [news for index, news in heard if self._may_report(index, news.holder)]
+        reports, self._moves = self._moves, []
+        return [news for index, news in reports if self._may_report(index, news.holder)]
 
     def take_replications(self) -> list[ReplicationNews]:
         """Return the reports on replicas in their order. Each is taken once. A holder may have
         been taken over meanwhile, unknown to its former worker, whose reports are dropped."""
-        heard, self._replications = self._replications, []
+        reports, self._replications = self._replications, []
         once = self.placement.kept_once
         return [
             news
-            for index, news in heard
+            for index, news in reports
             if self._may_report(index, news.holder, is_late=once(index, news.holder))
         ]
 
@@ -214,7 +214,7 @@ class WorkerPool:
         return losses
 
     def take_newcomers(self) -> list[str]:
-        """The names of R-workers that have replaced lost ones. Each is taken once."""
+        """Return the names of R-workers that have replaced lost ones. Each is taken once."""
         taken, self._newcomers = self._newcomers, []
         return taken
 
@@ -228,14 +228,14 @@ class WorkerPool:
         return [*filter(self.is_here, self.placement)]
 
     def is_here(self, holder: HolderId) -> bool:
-        """Whether the worker that keeps a holder is connected here, and not relayed to."""
+        """Return True if the worker that keeps a holder is connected here, and not relayed to."""
         return holder < self.num_workers
 
     def is_lost(self, holder: HolderId) -> bool:
         return self.placement[holder] in self.gone
 
     def workers_of(self, holder: HolderId) -> dict[int, Shard]:
-        """The workers that keep a holder, by their indices, and what each keeps of it."""
+        """Return the indices of the workers that keep a holder, and what each keeps of it."""
         return {self.placement[holder]: Shard()}
 
     @property
@@ -251,7 +251,7 @@ class WorkerPool:
         return member
 
     def take_lost_members(self, holder: HolderId) -> list[HolderId]:
-        """The members that a lost holder has lost since the last call."""
+        """Return the members that a lost holder has lost since the last call."""
         return [holder]
 
     def resume(self, holder: HolderId) -> None:
@@ -261,11 +261,11 @@ class WorkerPool:
         """Treat a holder as lost until it is revived: no neighbour takes over its members."""
 
     def peer(self, holder: HolderId) -> str:
-        """The name of the worker that keeps a holder, for people."""
+        """Return the name of the worker that keeps a holder, for people."""
         return self._name(self.placement[holder])
 
     def send(self, holder: HolderId, message: ToRWorker) -> None:
-        """Send, or do nothing if the holder is lost (finding that out may be this call's doing)."""
+        """Send, or do nothing if the holder is lost. This call may find out that it is."""
         index = self.placement[holder]
         if index in self.gone:
             return
@@ -280,9 +280,9 @@ class WorkerPool:
             self._lose(index, error if said is None else failure(f"R-worker {said.worker}", said))
 
     def receive(self, *, most_s: float = math.inf) -> tuple[HolderId, Answer] | None:
-        """The next answer of any holder. None: look again, and at ``lost`` before. Waits
-        so many seconds at most, and until the first worker has to be given up.
-        Somebody must owe an answer."""
+        """Wait for the next answer of any holder, while one is owed, up to ``most_s`` or the
+        first worker's deadline. Return None if none has arrived that counts: then check
+        ``lost`` before the next call."""
         if self._early:
             return self._taken(*self._early.popleft())
         wait_s = self.pending.wait_s(most_s)
@@ -303,8 +303,8 @@ class WorkerPool:
         return self._taken(index, message)
 
     def look(self) -> list[tuple[HolderId, Answer]]:
-        """Find out which workers are gone, while nobody awaits an answer: what is
-        here already is taken in, and returned."""
+        """Find out which workers are lost, outside ``receive``. Return the answers that have
+        arrived already."""
         answers = []
         self._find_closed()
         while self._early:
@@ -317,9 +317,9 @@ class WorkerPool:
         self._lose(self.placement[holder], error)
 
     def revive(self, holder: HolderId, *, has_cache: bool = True) -> None:
-        """A replacement has connected in the holder's own place, and answered
-        ``Welcome``; it keeps the holder from now on. ``has_cache``: and has opened its
-        cache. One that takes a copy over is sent ``told_first`` by the caller that asks it to."""
+        """Let a replacement keep a holder, which has connected in the holder's own place, and
+        answered ``Welcome``. ``has_cache``: it has opened its cache. One that takes a copy over
+        is sent ``told_first`` by the caller that asks it to."""
         self.placement.give_back(holder)
         index = self.placement[holder]
         self.gone.pop(index, None)
@@ -331,8 +331,8 @@ class WorkerPool:
             self.send(holder, message)
 
     def revive_elsewhere(self, holders: Iterable[HolderId]) -> bool:
-        """Lost ones of these that later stages keep go on at their replacements, if all
-        of them have one. Whether they have."""
+        """Let the replacements of lost holders that later stages keep serve them, if all of them
+        have one. Return True if they have."""
         return True
 
     def _lose(self, index: int, error: FastDecodeError) -> None:
@@ -372,8 +372,8 @@ class WorkerPool:
             return None
 
     def _find_closed(self) -> None:
-        """Some connection has closed: find out whose. Answers that come to
-        light are kept for ``receive``."""
+        """Find out which connections have closed. Answers that have arrived are kept for
+        ``receive``."""
         for index, connection in enumerate(self._hub.connections):
             if index in self.gone:
                 continue
@@ -396,7 +396,7 @@ class WorkerPool:
 
 
 _LOOK_S: Final = 1e-3
-"""Between two looks at a device that fetches, while R-workers are waited for."""
+"""Pause between two looks at a device that fetches, while R-workers are waited for."""
 
 
 class MixedPool(WorkerPool):
@@ -420,7 +420,8 @@ class MixedPool(WorkerPool):
         return self.pending.owes_answer(self._device_index)
 
     def receive(self, *, most_s: float = math.inf) -> tuple[HolderId, Answer] | None:
-        """See ``WorkerPool``. While the device fetches, R-workers are waited for in short turns."""
+        """Wait for the next answer. While the device fetches, R-workers are waited for in short
+        turns."""
         if not self._early:
             index = self._device_index
             device = self._connection(index)
@@ -435,7 +436,7 @@ class MixedPool(WorkerPool):
 
 
 def last_words(connection: Connection[Any, Any]) -> Failed | None:
-    """Why a peer closed its connection, if it said so before."""
+    """Return why a peer closed its connection, if it has sent that."""
     try:
         while (message := connection.poll()) is not None:
             if isinstance(message, Failed):
