@@ -33,8 +33,8 @@ from rworker.stream.memory import gather, scatter
 
 LINK_BYTES: Final = 64 << 20  # that may be under way on one connection, unanswered
 ANSWER_TIMEOUT_S: Final = 60.0
-_NO_PEER: Final = -1
-"""No peer waits for an answer."""
+NO_PEER: Final = -1
+"""Stands for a peer's number: no peer waits for an answer."""
 
 
 class ChunkSource(Protocol):
@@ -104,7 +104,7 @@ class LocalCache:
 
     def ask_places(self, request: FetchChunk, places: NDArray[np.int64]) -> None:
         """Ask for what lies there, as ``ReadChunk`` has it, be it any sequence's or none's."""
-        self._asked.append(ReadChunk(_NO_PEER, self._holder, request, places))
+        self._asked.append(ReadChunk(NO_PEER, self._holder, request, places))
 
     def fetch(self) -> Array:
         """See ``ChunkSource``."""
@@ -113,7 +113,7 @@ class LocalCache:
     def flush(self, chunk: StoreChunk) -> None:
         """Write a chunk that sequences expect. Raises ProtocolError: none does."""
         places = store_chunk(self._books, chunk)
-        self._memory.place(PlaceChunk(_NO_PEER, self._holder, chunk, places))
+        self._memory.place(PlaceChunk(NO_PEER, self._holder, chunk, places))
 
 
 class _PoolMemory:

@@ -26,7 +26,7 @@ from fastdecode.wire.blocks import (
 )
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker
 from rworker.instructions import MoveBlocks, PlaceChunk
-from rworker.stream.chunk_endpoints import ChunkMemory
+from rworker.stream.chunk_endpoints import NO_PEER, ChunkMemory
 from rworker.stream.chunks import ChunkShape, layout_of
 from rworker.transfers.peer_link import PeerLink
 from rworker.transfers.throttle import Throttle
@@ -38,7 +38,6 @@ NAMED_WITHIN_S: Final = 1.0
 _ASK_AGAIN_S: Final = 5e-3
 _MOST_BYTES: Final = MAX_CHUNK_BYTES - 256  # of K and V; stored rows have padding between them
 _MOST_BLOCKS: Final = 1 << 10
-_NO_PEER: Final = -1
 
 
 @dataclass(frozen=True)
@@ -252,7 +251,7 @@ class PeerFetch:
             raise ProtocolError(f"{peer} sent {num_bytes} bytes of {count} blocks, not {due}")
         if read.form is ChunkForm.TOKENS:
             blocks = blocks * kv.block_size + np.arange(read.num_tokens)
-        self._memory.place(PlaceChunk(_NO_PEER, self._order.holder, chunk, blocks))
+        self._memory.place(PlaceChunk(NO_PEER, self._order.holder, chunk, blocks))
         self._num_bytes += due
 
 

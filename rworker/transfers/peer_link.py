@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
+from fastdecode.wire.traits import unasked
 from rworker.transfers.neighbours import NeighbourConnection
 
 Take: TypeAlias = Callable[[FromRWorker], None]
@@ -95,7 +96,7 @@ class PeerLink:
         if isinstance(answer, Failed):
             raise ProtocolError(f"{answer.worker} says: {answer.message}", code=answer.code)
         if not self._due:
-            raise ProtocolError(f"{self.peer} sent {type(answer).__name__}, unasked")
+            raise ProtocolError(f"{self.peer} {unasked(answer)}")
         self._since_s = self._clock()
         self._due.popleft()(answer)
         return True
