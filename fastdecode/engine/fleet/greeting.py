@@ -22,16 +22,16 @@ def greet(
     *,
     among: Iterable[HolderId] | None = None,
 ) -> dict[HolderId, Welcome]:
-    """Say Hello to every holder's R-worker and collect the answers of those that are there. An
-    R-worker compiles its kernels before it answers, so this may take longer than anything that
+    """Send ``Hello`` to every holder's R-worker and return the answers of those that are not lost.
+    An R-worker compiles its kernels before it answers, so this may take longer than anything that
     follows.
 
     Args:
-        max_blocks: The most that each is to offer.
+        max_blocks: The most KV blocks that each is to offer.
         among: Holders to greet. All if None.
 
     Raises:
-        ConfigError: If an R-worker hasn't the memory for one KV block, or can't hold such a cache.
+        ConfigError: If an R-worker lacks the memory for one KV block, or can't hold such a cache.
     """
     with fleet.pending.within(fleet.pending.deadlines.while_greeting()):
         for holder in fleet.holders if among is None else among:
@@ -42,11 +42,11 @@ def greet(
 
 
 def use_tiers(fleet: HolderPool, identity: str, holders: Iterable[HolderId]) -> tuple[int, int]:
-    """Open the lower tiers of these, and later of their replacements. Wait until they have;
-    what they have is news.
+    """Open the lower tiers of these holders, and later of their replacements. Wait until all have
+    reported; the reports stay in the fleet's moves.
 
     Returns:
-        How many blocks they can have, and how many are there, in all.
+        How many blocks they have room for, and how many they have, in all.
     """
     message = UseTier(identity)
     fleet.told_first = (message,)
@@ -54,9 +54,9 @@ def use_tiers(fleet: HolderPool, identity: str, holders: Iterable[HolderId]) -> 
         fleet.send(holder, fleet.tier_of(holder, message))
     while fleet.is_owed:
         fleet.receive()
-    told = [news for news in fleet.moves if isinstance(news, Inventory)]
-    num_slots = sum(news.num_slots for news in told if news.is_last)
-    return num_slots, sum(len(news.keys) for news in told)
+    reports = [news for news in fleet.moves if isinstance(news, Inventory)]
+    num_slots = sum(news.num_slots for news in reports if news.is_last)
+    return num_slots, sum(len(news.keys) for news in reports)
 
 
 def _welcomed(fleet: HolderPool) -> dict[HolderId, Welcome]:
@@ -85,9 +85,9 @@ def offer_for_replicas(
     welcomes: Mapping[HolderId, Welcome],
     keepers: Mapping[HolderId, HolderId],
 ) -> dict[HolderId, Welcome]:
-    """Ask every R-worker that is present to offer what leaves room for the replicas; see
-    ``offer_as_kept`` and ``offer_halves``; on disk replicas have all the room.
-    ``keepers``: see ``LinkOptions``.
+    """Ask every R-worker that is present to offer what leaves room for the replicas, as
+    ``offer_as_kept`` or ``offer_halves``. Replicas on disk take no room. ``keepers``: See
+    ``LinkOptions``.
 
     Raises:
         ConfigError, WorkerError: If these do, or if an R-worker has no disk for them.
@@ -119,11 +119,10 @@ def offer_as_kept(
     welcomes: Mapping[HolderId, Welcome],
     keepers: Mapping[HolderId, HolderId],
 ) -> dict[HolderId, Welcome]:
-    """Ask each holder to offer as many KV blocks as its keeper, an R-worker without a holder,
-    has room for.
+    """Limit each holder's KV blocks to the room of its keeper, an R-worker without a holder.
 
     Raises:
-        ConfigError: If a keeper hasn't the memory for a replica.
+        ConfigError: If a keeper lacks the memory for a replica.
         WorkerError: If a keeper is lost, or does not answer.
     """
     members = fleet.members
@@ -147,24 +146,24 @@ def offer_as_kept(
 def offer_halves(
     fleet: HolderPool, hello: Hello, welcomes: Mapping[HolderId, Welcome]
 ) -> dict[HolderId, Welcome]:
-    """Ask every R-worker that is present to offer half of its KV blocks; see
-    ``replicate``. One whose cache is resumed has offered half before, and stays."""
-    there = sorted(welcomes)
-    if len(there) == 1 < len(fleet):
-        return dict(welcomes)  # all others are lost, and it goes on alone
-    wholes = [welcomes[x].num_blocks * (1 + welcomes[x].is_resumed) for x in there]
-    offered = dict(zip(there, num_offered(wholes), strict=True))
-    resumed = {x: welcomes[x].num_blocks for x in there if welcomes[x].is_resumed}
+    """Ask every R-worker that is present to offer half of its KV blocks (``replicate``). One whose
+    cache is resumed has offered half before, and keeps that."""
+    present = sorted(welcomes)
+    if len(present) == 1 < len(fleet):
+        return dict(welcomes)  # all others are lost, and it continues alone
+    wholes = [welcomes[x].num_blocks * (1 + welcomes[x].is_resumed) for x in present]
+    offered = dict(zip(present, num_offered(wholes), strict=True))
+    resumed = {x: welcomes[x].num_blocks for x in present if welcomes[x].is_resumed}
     return greet(fleet, hello, offered | resumed)
 
 
 def limits(num_blocks: Mapping[HolderId, int], num_workers: int) -> dict[int, int]:
-    """The KV blocks that each R-worker may offer when it is greeted later.
+    """Return the most KV blocks that each R-worker may offer when it is greeted later: what it has
+    offered, or the smallest offer if it was absent. Return no limits if all were.
 
     Args:
-        num_blocks: what R-workers that were present have offered. One that was absent may
-            offer as many as each of them; if all were, as many as it has.
-        num_workers: the first of ``num_blocks``; others are no R-workers.
+        num_blocks: What holders that were present have offered.
+        num_workers: How many of the first holders are R-workers.
     """
     offered = {index: num_blocks.get(HolderId(index), 0) for index in range(num_workers)}
     least = min(filter(None, offered.values()), default=0)

@@ -1,5 +1,5 @@
-"""What workers owe: answers to what they were asked, and reports on transfers that they work at
-in the background (blocks that move between tiers, prompts that are fetched); and until when."""
+"""What workers owe, and until when: answers to what they were asked, and reports on transfers in
+the background (blocks that move between tiers, prompts that are fetched)."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from fastdecode.wire.messages import FromRWorker, ToRWorker, Welcome
 from fastdecode.wire.traits import unasked
 
 GREETING_TIMEOUT_S: Final = 300.0
-"""An R-worker may take so long, at least, to answer ``Hello``: it compiles kernels."""
+"""Shortest time-out for the answer to ``Hello``: an R-worker compiles kernels first."""
 GREETING_SILENCE_S: Final = 5.0
-"""And be silent so long, at least, before it does: a compiler shares its core
-with the thread that gives signs."""
+"""Shortest silence time-out until then: the compiler shares a core with the thread that gives
+signs of life."""
 _LOOK_AWAY_S: Final = 1.0
-"""After a pause of so long between two looks, signs of life may have come and wait to be read."""
-_MOST_WAIT_S: Final = 60.0  # then it is looked again, though nothing is overdue
+"""After a longer pause between two looks, signs of life may have arrived and not been read."""
+_MOST_WAIT_S: Final = 60.0  # longest wait, even if nothing is overdue
 _OPENING: Final = -1  # in place of a job's number: the lower tier is being opened
 
 
 @dataclass
 class Deadlines:
-    """When a peer that owes an answer has to be given up. Only time counts in
-    which the S-worker looked."""
+    """When a peer that owes an answer is given up. Only time in which the S-worker looked
+    counts."""
 
     timeout_s: float  # of an answer
     silence_s: float = math.inf
-    """Longest time without a sign of life, where connections report those."""
+    """Longest time without a sign of life, where connections report signs."""
     clock: Clock = time.monotonic  # seconds, as ``Connection.heard_s`` has them
     _looked_s: float = -math.inf
     _looking_since_s: float = -math.inf
@@ -65,8 +65,8 @@ class Deadlines:
 
         Args:
             since_s: When it was asked.
-            heard_s: When it last gave a sign of life. None: it gives none.
-            num_answers: Of others, one after the other, that it needs itself.
+            heard_s: When it last gave a sign of life. None if it gives none.
+            num_answers: Answers of other peers that it needs first, one after the other.
         """
         timeout_s = self.timeout_s * num_answers
         overdue_s = since_s + timeout_s
@@ -76,7 +76,7 @@ class Deadlines:
         return overdue_s, f"hasn't answered for {timeout_s:g} s (worker_timeout_s)"
 
     def silent_end(self, since_s: float, heard_s: float | None) -> tuple[float, str]:
-        """Return the same of one that may take as long as it likes, if it isn't silent."""
+        """Return when a peer without a time-out is given up because it is silent, and why."""
         if heard_s is None:
             return math.inf, ""
         silent_s = max(heard_s, self._looking_since_s, since_s) + self.silence_s
@@ -104,7 +104,7 @@ class PendingReplies:
 
     Args:
         deadlines: How long a peer may take, and be silent. They may be replaced at any time.
-        heard_s: Tells when a peer last gave a sign of life. None: it gives none.
+        heard_s: Returns when a peer last gave a sign of life, or None if it gives none.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class PendingReplies:
         self.deadlines = deadlines
         self.heard_s: Final = heard_s
         self._due: list[deque[_Due]] = [deque() for _ in range(num_peers)]
-        self._jobs: list[dict[int, float]] = [{} for _ in range(num_peers)]  # begun when
+        self._jobs: list[dict[int, float]] = [{} for _ in range(num_peers)]  # start times
 
     @contextlib.contextmanager
     def within(self, deadlines: Deadlines) -> Iterator[None]:
@@ -124,8 +124,8 @@ class PendingReplies:
             self.deadlines = usual
 
     def ask(self, index: int, message: Any, holder: HolderId, num_answers: int = 1) -> None:
-        """Note that a peer is about to be asked about a holder. ``num_answers``: that it needs
-        of others for its own, one after the other."""
+        """Note that a peer is about to be asked about a holder. ``num_answers``: See
+        ``Deadlines.end``."""
         if message.answers:
             due = _Due(self.deadlines.clock(), holder, message, num_answers)
             self._due[index].append(due)
@@ -136,8 +136,8 @@ class PendingReplies:
         """Return the holder that a peer has answered about.
 
         Raises:
-            ProtocolError: If it doesn't owe that, or it can't be the answer to what
-                it was asked; to be said behind its name.
+            ProtocolError: If it doesn't owe that, or it can't be the answer to what it was
+                asked. The message continues the peer's name.
         """
         due = self._due[index]
         if not due:
@@ -148,8 +148,8 @@ class PendingReplies:
         return due.popleft().holder
 
     def take_any(self, index: int, answer: Any) -> bool:
-        """Take the answer of a peer that needn't answer in order. Return False if it doesn't
-        owe that."""
+        """Take the answer of a peer that may answer in any order. Return False if it doesn't owe
+        that."""
         due = self._due[index]
         found = next((one for one in due if isinstance(answer, one.message.answers)), None)
         if found is not None:
@@ -187,10 +187,10 @@ class PendingReplies:
         return any(self._due) or any(self._jobs)
 
     def wait_s(self, most_s: float = math.inf) -> float:
-        """Return how long to wait for answers until the first peer may have to be
-        given up, and ``most_s`` at most; ``deadlines.end_look`` after the wait."""
+        """Return how long to wait for answers until the first peer may have to be given up, at
+        most ``most_s``. Call ``deadlines.end_look`` after the wait."""
         now = self.deadlines.begin_look()
-        if most_s <= 0.0:  # once an answer: don't ask every peer
+        if most_s <= 0.0:  # hot, once per answer: don't look at every peer
             return 0.0
         until_s = self._first_end_s
         if until_s == math.inf:  # no peer owes anything, or it may take for ever

@@ -1,8 +1,8 @@
 """R-workers that take a lost one's place: another process at the same address, the same one once
 it is reached again, or a spare one. A hub, which makes connections, knows where they are.
 
-One that comes is greeted, and waits until nothing remembers the lost one (``admit``). Or, where a
-neighbour goes on for that one, it is given the cache meanwhile (``make_way``), and then let in.
+A replacement is greeted, and waits until nothing is left of the lost one (``admit``). Where a
+neighbour serves the lost one's cache, the replacement first gets a copy (``make_way``).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from fastdecode.wire.transport import PeerLostError, timeout_error
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""Between two attempts where somebody answers, but doesn't serve us; and after
-one that was let in is lost again soon. Twice as long every time that it is."""
-LONGEST_PAUSE_S = 60.0  # also the time after which a newcomer's loss is not "soon"
+"""Pause between two attempts where an R-worker answers, but refuses to serve; and after a
+replacement is lost again soon, doubled each time."""
+LONGEST_PAUSE_S = 60.0  # a replacement that serves longer is not lost "soon"
 
 
 class Replacements(Protocol):
@@ -40,8 +40,8 @@ class Replacements(Protocol):
 
     @property
     def timeout_s(self) -> float:
-        """How long to go on looking when all are lost. Infinite: whoever may
-        come is sure to answer, or to be lost, too."""
+        """How long to keep looking when all are lost. Infinite if every candidate is sure to
+        answer or to be lost."""
 
     def limit(self, num_blocks: Mapping[int, int]) -> None:
         """Set the most KV blocks that each replacement may offer."""
@@ -59,7 +59,7 @@ def limited(hello: Hello, most_blocks: Mapping[int, int], worker: int) -> Hello:
 
 
 class NewConnection(RConnection, Protocol):
-    """To an R-worker that may come."""
+    """A connection to a possible replacement."""
 
     @property
     def is_reached(self) -> bool:
@@ -73,14 +73,14 @@ class Places(Protocol):
     def connections(self) -> Sequence[RConnection]: ...
 
     def reconnect(self, index: int) -> NewConnection:
-        """Connect to the replacement of a connection that may come.
+        """Connect to the possible replacement of a connection.
 
         Raises:
             FastDecodeError: If none can be reached now.
         """
 
     def replace(self, index: int, connection: Any) -> None:
-        """A connection that came of ``reconnect`` is the hub's, in that place."""
+        """Put a connection from ``reconnect`` into the hub, in that place."""
 
 
 @dataclass(eq=False)
@@ -95,7 +95,7 @@ class _Candidate:
 
     @property
     def owes(self) -> bool:
-        """Whether it hasn't answered what it was asked last."""
+        """True if it hasn't answered what it was asked last."""
         return self.welcome is None or self.makes_way > self.has_made_way
 
     def take(self, answer: FromRWorker, hello: Hello) -> None:
@@ -115,8 +115,7 @@ class _Candidate:
     def check_patience(self, deadlines: Deadlines) -> None:
         """
         Raises:
-            WorkerError: If it has been greeted, and doesn't answer, or gives no sign
-                of life any more.
+            WorkerError: If it has been greeted, and its answer is overdue, or it is silent.
         """
         end_s, reason = deadlines.end(self.since_s, self.connection.heard_s)
         if self.is_greeted and end_s <= deadlines.clock():
@@ -124,7 +123,7 @@ class _Candidate:
 
 
 class _Pauses:
-    """How long nobody is sought, by the place that one was lost from."""
+    """For how long no replacement is sought, by the lost R-worker's place."""
 
     def __init__(self, clock: Clock, longest_s: float) -> None:
         self._clock = clock
@@ -137,7 +136,7 @@ class _Pauses:
         self._admitted_s[worker] = self._clock()
 
     def is_over(self, worker: int) -> bool:
-        """Whether one is sought. If one was let in before, it is lost again."""
+        """Return True if a replacement is to be sought. One that was let in before is lost."""
         now = self._clock()
         admitted_s = self._admitted_s.pop(worker, None)
         if admitted_s is not None and now - admitted_s < LONGEST_PAUSE_S:
@@ -153,10 +152,11 @@ class _Pauses:
 
 
 class HubReplacements:
-    """Connects again to replacements that may come; see ``Replacements``.
+    """Connects to replacements over a hub (``Replacements``).
 
     Args:
-        deadlines: how long to go on when all are lost; and how long one that is greeted may take.
+        deadlines: How long to keep looking when all are lost, and how long a greeted R-worker may
+            take.
     """
 
     def __init__(self, hub: Places, hello: Hello, deadlines: Deadlines) -> None:
@@ -169,7 +169,7 @@ class HubReplacements:
         self._most_blocks: Mapping[int, int] = {}
         self._shards: Mapping[HolderId, Shard] = {}
         self._candidates: dict[int, _Candidate] = {}
-        # When all are lost, the next is to come before the time is over.
+        # When all are lost, the next attempt has to precede the time-out.
         longest_s = LONGEST_PAUSE_S
         if self._timeout_s > 0:
             longest_s = min(longest_s, self._timeout_s / 4)
@@ -182,7 +182,7 @@ class HubReplacements:
     def limit(
         self, num_blocks: Mapping[int, int], shards: Mapping[HolderId, Shard] | None = None
     ) -> None:
-        """See ``Replacements``. ``shards``: of each place, where they are members of a group."""
+        """Set the most blocks by place; and ``shards``, if places are members of a group."""
         self._most_blocks = num_blocks
         self._shards = shards or {}
 
@@ -201,7 +201,7 @@ class HubReplacements:
 
     @property
     def is_owed(self) -> bool:
-        """Whether one has been greeted that hasn't answered."""
+        """True if a greeted candidate hasn't answered."""
         return any(x.is_greeted and x.welcome is None for x in self._candidates.values())
 
     def admit(self, worker: int) -> None:
@@ -209,20 +209,20 @@ class HubReplacements:
         self._hub.replace(worker, self._candidates.pop(worker).connection)
 
     def make_way(self, worker: int) -> None:
-        """Have a candidate drop its empty cache, for a neighbour that sends it another."""
+        """Ask a candidate to drop its empty cache: a neighbour sends it another."""
         candidate, session = self._candidates[worker], self._hello.session
         candidate.makes_way, candidate.since_s = True, self._clock()
         self._tell(worker, DropCache(session, worker, holder=worker))
 
     def has_made_way(self, worker: int) -> bool:
-        """Whether it is there, and has."""
+        """Return True if a candidate is connected, and has dropped its empty cache."""
         if worker in self._candidates:
             self._hear(worker)
         candidate = self._candidates.get(worker)
         return candidate is not None and candidate.has_made_way
 
     def greet_again(self, worker: int) -> None:
-        """One that was to be given a cache is to wait with an empty one after all."""
+        """Let a candidate that was to get a cache wait with an empty one instead."""
         candidate = self._candidates.get(worker)
         if candidate is not None:
             candidate.welcome = None
@@ -231,26 +231,26 @@ class HubReplacements:
             self._greet(worker)
 
     def is_whole(self, worker: int, welcome: Welcome) -> bool:
-        """Whether one that waits offers all the room that the lost one did."""
+        """Return True if a candidate offers all the room that the lost R-worker did."""
         return welcome.num_blocks >= self._most_blocks.get(worker, 0)
 
     def _seek(self, worker: int) -> None:
-        """Connect to whoever may be there, if it is time for that."""
+        """Connect to a possible replacement, unless there is a pause."""
         if not self._pauses.is_over(worker):
             return
-        # One that was given up though it lives would go on serving the old
-        # connection, and be busy for ever.
+        # An R-worker that was given up though it lives would serve the old connection, and be
+        # busy for ever.
         self._hub.connections[worker].close()
         try:
             connection = self._hub.reconnect(worker)
-        except FastDecodeError as error:  # no socket left, nobody, or a name not known any more
+        except FastDecodeError as error:  # no socket or spare is left, or a name is unknown
             logger.info("no replacement yet: %s", error)
             self._pauses.begin(worker)
             return
         self._candidates[worker] = _Candidate(connection, self._clock())
 
     def _hear(self, worker: int) -> None:
-        """Take in what has come from one that may come, and greet it once it is there."""
+        """Take in what a candidate has sent, and greet it once it is connected."""
         candidate = self._candidates[worker]
         connection = candidate.connection
         try:
@@ -287,7 +287,7 @@ class HubReplacements:
 
 
 class SpareConnection:
-    """To a spare R-worker; see ``fastdecode.wire.transport.Connection``."""
+    """A ``Connection`` to a spare R-worker."""
 
     def __init__(self, connection: RConnection, address: str) -> None:
         self.inner = connection
@@ -303,7 +303,7 @@ class SpareConnection:
     def heard_s(self) -> float | None:
         return self.inner.heard_s
 
-    is_reached = True  # it has been there from the beginning, or is dead
+    is_reached = True  # it was connected from the beginning, or is dead
 
     def send(self, message: ToRWorker) -> None:
         self.inner.send(message)
@@ -324,19 +324,18 @@ class SpareConnection:
     def _take(self) -> FromRWorker:
         what = self._early[0]
         if isinstance(what, WorkerError):
-            raise what  # again and again
+            raise what  # by each later call, too
         self._early.popleft()
         return what
 
 
 class SpareHub:
-    """A hub of which the last connections are to spare R-workers; see
-    ``fastdecode.wire.transport.Hub``. To whoever uses it they aren't there, until
-    they come in the place of others (``fastdecode.engine.fleet.replacements.Places``).
+    """A ``Hub`` whose last connections are to spare R-workers. It hides them until they take the
+    places of others (``Places``).
 
     Args:
-        hub: all of them; behind them there may be others, which aren't to R-workers.
-        num_spares: the last R-workers.
+        hub: The whole hub. Behind R-workers there may be connections to other peers.
+        num_spares: How many of the last R-workers are spare.
     """
 
     def __init__(
@@ -349,8 +348,8 @@ class SpareHub:
         self._num_places = num_places = self._num_workers - num_spares
         self._connections = list(hub.connections[:num_places])
         self.addresses = list(addresses[:num_places])
-        """What R-workers call each other, by their places: of one in whose
-        place a spare one is to come, that one's."""
+        """What R-workers call each other, by their places. Where a spare R-worker is to take a
+        place, it is the spare one's."""
         spares = zip(
             hub.connections[num_places : self._num_workers], addresses[num_places:], strict=True
         )
@@ -359,19 +358,19 @@ class SpareHub:
 
     @property
     def connections(self) -> Sequence[RConnection]:
-        """To the R-workers in their places, and behind these to peers that are no R-workers."""
+        """Those to the R-workers in their places, and behind these those to other peers."""
         whole, num_known = self._hub.connections, len(self._connections) + len(self._spares)
-        if len(whole) > num_known:  # more may come
+        if len(whole) > num_known:  # more have been added
             self._connections += whole[num_known:]
         return self._connections
 
     @property
     def num_left(self) -> int:
-        """Spare ones that nobody has needed yet."""
+        """Number of spare R-workers that are unused."""
         return len(self._left)
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, FromRWorker]:
-        """See ``Hub``. What spare ones say waits until they are asked."""
+        """Receive as any hub does. Messages of spare R-workers wait in their connections."""
         until_s = math.inf if timeout_s is None else self._clock() + timeout_s
         while True:
             left_s = None if timeout_s is None else max(0.0, until_s - self._clock())
@@ -393,10 +392,10 @@ class SpareHub:
                 raise timeout_error("any R-worker", 0.0)
 
     def reconnect(self, index: int) -> SpareConnection:
-        """To a spare R-worker, which comes in the place of a connection.
+        """Return the connection to a spare R-worker, which takes that place.
 
         Raises:
-            ConfigError: none is left.
+            ConfigError: If none is left.
         """
         if not self._left:
             raise ConfigError("no spare R-worker is left")
@@ -408,20 +407,20 @@ class SpareHub:
         self._connections[index] = connection
 
     def index(self, place: int) -> int:
-        """In the whole hub, of the connection of a place."""
+        """Return the index in the whole hub of the connection in a place."""
         connection = self.connections[place]
         inner = connection.inner if isinstance(connection, SpareConnection) else connection
         return list(self._hub.connections).index(inner)
 
     @property
     def given_up(self) -> set[int]:
-        """In the whole hub, of those that nobody has to do with any more."""
+        """Indices in the whole hub of connections that are no longer used."""
         used = {self.index(place) for place in range(self._num_places)}
         spare = {index for index, each in self._spares.items() if not each.is_closed}
         return set(range(self._num_workers)) - used - spare
 
     def _place(self, index: int) -> int | None:
-        """Of a connection of the whole hub."""
+        """Return the place of a connection of the whole hub. None if it has none."""
         connection: RConnection = self._spares.get(index) or self._hub.connections[index]
         return self.connections.index(connection) if connection in self.connections else None
 
@@ -435,5 +434,5 @@ class SpareReplacements(HubReplacements):
 
     @property
     def timeout_s(self) -> float:
-        """While any is left, it is sure to answer, or to be lost, too."""
+        """Infinite while a spare R-worker is left: it is sure to answer or to be lost."""
         return math.inf if self._candidates or self._spare_hub.num_left else 0.0

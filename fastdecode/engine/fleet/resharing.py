@@ -1,5 +1,5 @@
-"""A group whose members share out the KV heads (``--r-partition heads``). After it has
-lost a member, the members that are left share the heads anew."""
+"""A group whose members share out the KV heads (``--r-partition heads``). When it loses a member,
+the remaining members share the heads again."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ GROUP: Final = HolderId(0)
 
 
 def in_heads(members: WorkerPool) -> GroupPool:
-    """One group whose members share out the KV heads (``--r-partition heads``):
-    each keeps some heads of every sequence, and has the same share of every step's
-    work, up to whole heads. The group's capacity is that of its smallest member. A
-    device beside R-workers is a group of its own."""
+    """Return one group whose members share out the KV heads (``--r-partition heads``): each keeps
+    some heads of every sequence, and has the same share of every step's work, up to whole heads.
+    The group's capacity is that of its smallest member. A device beside R-workers is a group of
+    its own."""
     beside = [x for x in members.placement if x not in members.r_workers]
     return GroupPool(members, [{}, *({x: Shard()} for x in beside)], share_out_heads)
 
 
 def share_out_heads(members: WorkerPool, hello: Hello) -> dict[HolderId, Shard]:
-    """The heads of each member that is there."""
+    """Return the heads of each member that is not lost."""
     lost = members.lost
     present = [x for x in members.r_workers if x not in lost]
     if not present:
@@ -48,10 +48,10 @@ def share_out_heads(members: WorkerPool, hello: Hello) -> dict[HolderId, Shard]:
 
 
 def share_heads(num_q_heads: int, num_kv_heads: int, num_workers: int) -> list[HeadShare]:
-    """As even as whole KV heads allow.
+    """Return shares as even as whole KV heads allow.
 
     Raises:
-        ConfigError: there are fewer KV heads than R-workers.
+        ConfigError: If there are fewer KV heads than R-workers.
     """
     if num_workers > num_kv_heads:
         raise ConfigError(
@@ -69,13 +69,13 @@ def share_heads(num_q_heads: int, num_kv_heads: int, num_workers: int) -> list[H
 def offer_room(
     fleet: GroupPool, hello: Hello, welcomes: Mapping[HolderId, Welcome]
 ) -> dict[HolderId, Welcome]:
-    """Have each member offer room for its own shard and its neighbour's replica. If
-    one is lost meanwhile, the others share its heads. Members that are all resumed have
-    offered that before, and stay.
+    """Ask each member to offer room for its own shard and its neighbour's replica. If one is lost
+    meanwhile, the others share its heads. If all are resumed, they have offered that before, and
+    are not asked.
 
     Raises:
-        ConfigError: there is to be a single one, or one hasn't the memory.
-        WorkerError: none is left.
+        ConfigError: If there is a single member, or one lacks the memory.
+        WorkerError: If none is left.
     """
     neighbour(HolderId(0), len(fleet.members.r_workers))  # or there is none
     if hello.resumes:
@@ -97,7 +97,7 @@ def greet_members(fleet: GroupPool, hello: Hello) -> dict[HolderId, Welcome]:
     """Greet the members. If one is lost meanwhile, the others share its heads.
 
     Raises:
-        WorkerError: none is left.
+        WorkerError: If none is left.
     """
     while GROUP not in (welcomes := greet(fleet, hello)):
         _begin_again(fleet)
@@ -105,10 +105,10 @@ def greet_members(fleet: GroupPool, hello: Hello) -> dict[HolderId, Welcome]:
 
 
 def _begin_again(fleet: GroupPool) -> None:
-    """The members that are left are a group.
+    """Make a group of the members that are left.
 
     Raises:
-        WorkerError: none is.
+        WorkerError: If none is.
     """
     fleet.take_losses()
     if all(map(fleet.members.is_lost, fleet.members.r_workers)):
@@ -117,11 +117,11 @@ def _begin_again(fleet: GroupPool) -> None:
 
 
 def most_blocks(group: CacheGroup, hello: Hello) -> int:
-    """That each member of a group may offer, which has just been greeted, and of
-    which each is to keep its neighbour's replica; of a single one all.
+    """Return the most blocks that each member of a group may offer, which has just been greeted, so
+    that it has room for its neighbour's replica. 0, for all blocks, if there is a single member.
 
     Raises:
-        ConfigError: there isn't the memory.
+        ConfigError: If there isn't the memory.
     """
     if len(group.shards) < 2:
         return 0
@@ -130,10 +130,10 @@ def most_blocks(group: CacheGroup, hello: Hello) -> int:
 
 
 class Resharing:
-    """See the module, and ``fastdecode.engine.fleet.replacements.Replacements``.
+    """Greets the remaining members of a lost group with other heads (``Replacements``).
 
     Args:
-        places: R-workers that may replace a member; None: there are none.
+        places: R-workers that may replace a member. None if there are none.
     """
 
     def __init__(
@@ -152,11 +152,11 @@ class Resharing:
         self._places: HubReplacements | None = places
         self._have_ended: Callable[[], bool] | None = None
         self._usual: Deadlines | None = None
-        """Those of the members' answers; None: nobody is being greeted."""
-        self._most_blocks = 0  # that they were greeted with
+        """The members' deadlines outside a greeting. None if no greeting is under way."""
+        self._most_blocks = 0  # in the latest greeting
         self._welcome: Welcome | None = None
         self._too_few = 0
-        """Members that have not the memory to share all heads; 0: it wasn't tried."""
+        """A number of members that lacks the memory to share all heads. 0 before a failure."""
 
     @property
     def timeout_s(self) -> float:
@@ -169,21 +169,21 @@ class Resharing:
         return sum(not self._members.is_lost(x) for x in self._members.r_workers)
 
     def limit(self, num_blocks: Mapping[int, int]) -> None:
-        """See ``Replacements``. What a group may offer depends on who is left."""
+        """Do nothing: what a group may offer depends on the members that are left."""
 
     def keep_replicas(self, have_ended: Callable[[], bool]) -> HubReplacements | None:
-        """The members that share the heads anew keep replicas, too. Returns who may replace one.
+        """Let members that share the heads again keep replicas, too. Return what replaces members.
 
         Args:
-            have_ended: whether nobody can go on for a lost one any more.
+            have_ended: Returns True once no neighbour can take over any more.
         """
         self._have_ended = have_ended
         self._limit()
         return self._places
 
     def look(self, lost: Iterable[int]) -> dict[int, Welcome]:
-        """See ``Replacements``. Answers may take long: members may have to compile
-        kernels for other numbers of heads."""
+        """Return the group's welcome once all members have answered. That may take long: they
+        may compile kernels for other numbers of heads."""
         if GROUP not in lost or not self._may_begin():
             return {}
         while self._welcome is None and self._num_left:
@@ -201,25 +201,25 @@ class Resharing:
         self._end_greeting()
         self._welcome = None
         self._limit()
-        logger.warning("%s: the KV heads are shared anew", self._fleet.peer(GROUP))
+        logger.warning("%s: the KV heads are shared again", self._fleet.peer(GROUP))
 
     def _limit(self) -> None:
-        """The replacement of a member has its heads, and as much room."""
+        """Limit the replacement of a member to its heads, and to as much room."""
         if self._places is not None and self._group.welcomes:
             least = min(welcome.num_blocks for welcome in self._group.welcomes.values())
             shards = self._group.shards
             self._places.limit(dict.fromkeys(shards, least), shards)
 
     def _may_begin(self) -> bool:
-        """Whether nothing is left of replicas, nor in the way of new ones."""
+        """Return True if nothing is left of replicas, or in the way of new ones."""
         if self._usual is not None or self._welcome is not None:
             return True
         has_ended = self._have_ended is None or self._have_ended()
         return has_ended and self._let_in() and self._num_left != self._too_few
 
     def _let_in(self) -> bool:
-        """Replacements that wait are members from now on. False: some have been
-        greeted and haven't answered, or a later stage has none for a lost member."""
+        """Make members of replacements that wait. Return False if some that were greeted haven't
+        answered, or a later stage has none for a lost member."""
         self._fleet.take_in()  # later stages report their replacements
         if self._places is not None:
             self._limit()
@@ -233,7 +233,7 @@ class Resharing:
         return self._members.revive_elsewhere(self._group.shards)
 
     def _greet(self, most: int) -> None:
-        """``most``: blocks; 0: as many as they have."""
+        """Greet all members. ``most``: Blocks that each may offer. 0 for all that it has."""
         if self._usual is None:
             self._usual = self._members.pending.deadlines
             self._members.pending.deadlines = self._deadlines.while_greeting()
@@ -248,7 +248,7 @@ class Resharing:
             self._usual = None
 
     def _hear(self) -> None:
-        """Everybody's answer, once all have given it."""
+        """Take in the members' joined answer, once all have given it."""
         answer = self._group.welcome
         if answer is None or self._have_ended is None or self._most_blocks:
             self._welcome = answer
@@ -256,7 +256,7 @@ class Resharing:
         try:  # each member is to have room for its neighbour's replica, too
             most = most_blocks(self._group, self._hello)
         except ConfigError as error:
-            logger.error("the heads can't be shared anew: %s", error)
+            logger.error("the heads can't be shared again: %s", error)
             self._too_few = self._num_left
             self._end_greeting()
         else:
