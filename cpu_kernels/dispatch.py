@@ -190,8 +190,8 @@ def tiles_work(isa: Isa, compare: Comparison) -> bool:
     """Whether a small random problem gives with a level's tiles what it gives without; if not, a
     warning is logged.
 
-    AMX kernels were written without a CPU to run them on, so each process convinces itself before
-    it trusts them."""
+    AMX kernels were written without access to a CPU with AMX, so each process tests them before
+    it uses them."""
     trusted = next(known for known in reversed(host_levels()) if not known.tiles)
     problem = compare(isa.name, trusted.name)
     if problem:

@@ -61,7 +61,7 @@ def append(
             or rows as ``gather`` gives them, of a cache of this dtype.
         slots: int64 [T], block id * block_size + offset; where two are equal, either may win.
         scales: float32 [T, heads, 2], with stored rows of int8 and int4 only.
-        heads: the KV heads that k and v hold; None: all.
+        heads: the KV heads that k and v hold, or None for all.
         num_threads, team: as ``attend``.
 
     Raises:
@@ -105,7 +105,7 @@ def gather(
             ``allocate_tokens`` makes them. Of float caches they are [T, heads, D] as activations
             are.
         scales: float32 [T, heads, 2], overwritten; int8 and int4 only.
-        heads: consecutive KV heads; None: all.
+        heads: consecutive KV heads, or None for all.
         num_threads, team: as ``attend``.
 
     Raises:
@@ -172,8 +172,8 @@ def attend(
         num_threads: the calling thread and ``num_threads - 1`` helpers of this process. If
             another call has them at the moment, this one runs on its own thread.
         team: ``num_threads`` threads in place of the process's own helpers.
-        level: one of ``isa.LEVELS``' names; None: the host's best, or what the environment
-            forces.
+        level: One of ``isa.LEVELS``' names. None for the host's best, or the one that the
+            environment forces.
 
     Bit by bit means: among calls that all have one query a sequence, or among those that don't.
 
@@ -217,7 +217,7 @@ def attend(
 
 
 def compare_levels(tested: str, trusted: str) -> str:
-    """What attention shows against the level ``tested``; nothing if it agrees with ``trusted``."""
+    """Return how attention at the level ``tested`` deviates from ``trusted``; "" if it agrees."""
     return disagreement(tested, trusted, append, attend)
 
 

@@ -217,8 +217,8 @@ def allocate_pool(
     the thread that first writes them, so let the process that owns the pool run on one node.
 
     Args:
-        file: an empty file, by its descriptor, whose pages are mapped instead: the disk has the
-            room at once, and memory is used as the host has some.
+        file: Descriptor of an empty file, whose pages are mapped instead: the disk space is
+            taken now, and memory is used as the host has some.
 
     Returns:
         uint8 [num_layers, num_blocks, block_bytes], 64-byte aligned.

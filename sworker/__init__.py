@@ -1,7 +1,7 @@
 """The S-part: every layer that has weights.
 
-Needs the ``sworker`` extra. Importing this package doesn't load torch, but says at once, by a
-typed error, if it is missing."""
+Needs the ``sworker`` extra. Importing this package doesn't load torch, but raises a typed error
+if it is missing."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Room:
     """Memory that is lent out, again and again.
 
     Args:
-        make: memory of so many bytes, uint8.
+        make: Returns memory of a number of bytes, uint8.
     """
 
     def __init__(self, make: Callable[[int], Tensor], num_bytes: int = 0) -> None:
@@ -60,8 +60,8 @@ class Room:
         if (shape, dtype) == self._taken:
             return self._lent
         num_bytes = math.prod(shape) * dtype.itemsize
-        # An inference tensor may be written by whoever runs in inference mode
-        # and by nobody else: make it a plain one.
+        # An inference tensor may be written in inference mode only: make it a
+        # plain one.
         with torch.inference_mode(False):
             if num_bytes > self._memory.nbytes:
                 self._memory = self._make(max(num_bytes, self._memory.nbytes * 3 // 2))
@@ -90,10 +90,10 @@ Shipment: TypeAlias = tuple[Activations, Activations, Activations]
 class Share:
     """The rows of a step that one holder is sent."""
 
-    queries: slice  # whose q; its o comes back
-    closed: tuple[NDArray[np.int64], ...]  # whose q comes behind those
-    rows: slice  # whose k and v
-    answered: slice  # of the queries, those whose o is what comes back, and nothing else
+    queries: slice  # rows whose q is sent, and whose o comes back
+    closed: tuple[NDArray[np.int64], ...]  # rows whose q is sent behind those
+    rows: slice  # rows whose k and v are sent
+    answered: slice  # those of ``queries`` whose o is all that comes back
 
 
 class _Copied:
@@ -132,7 +132,7 @@ class Staged(_Copied):
 class Staging:
     """One lane's way to R-workers and back where the device is the host."""
 
-    is_home = True  # whether what arrives is where it belongs
+    is_home = True  # what arrives is where it belongs
 
     def __init__(self) -> None:
         self._o = Room(host_memory)
@@ -321,12 +321,12 @@ class Feed:
     """Drawn tokens that a step embeds before the host knows them, for some of its rows."""
 
     tokens: Tensor  # int64 [B], on the device
-    sources: NDArray[np.int64]  # [K] which of them
-    rows: NDArray[np.int64]  # [K] for which rows of the step
+    sources: NDArray[np.int64]  # [K] indices into ``tokens``
+    rows: NDArray[np.int64]  # [K] rows of the step that they are for
 
     def put_into(self, token_ids: Tensor, upload: Callable[[Tensor], Tensor]) -> None:
-        """Where they belong among a step's token ids, int64 [T], on the
-        device. ``upload``: copies to there."""
+        """Write them among a step's token ids, int64 [T], on the device. ``upload`` copies to
+        the device."""
         rows, sources = upload(torch.from_numpy(np.stack((self.rows, self.sources))))
         token_ids.index_copy_(0, rows, self.tokens.index_select(0, sources))
 
@@ -409,7 +409,7 @@ class _PackedStep:
         return place
 
     def arriving(self, landed: Sequence[slice] | None) -> list[tuple[Tensor, Tensor]]:
-        """Of o and of ``landing``, these rows; None: all that are answered, in stretches."""
+        """Return these rows of o and of ``landing``; of None all answered ones, in stretches."""
         if landed is None or self._landed_at is None:
             return self._all_arriving
         landing, o = self._landed_at

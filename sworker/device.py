@@ -138,7 +138,7 @@ class Stream:
         self._passed = torch.cuda.Event()
 
     def wait_stream(self, stream: Stream) -> None:
-        """Let what is queued here from now on wait for what is queued there by now."""
+        """Let what is queued here next wait for what is already queued there."""
         # A wait is for the point at which the event was recorded by then: it may be
         # recorded again at once.
         passed = stream._passed
@@ -146,19 +146,19 @@ class Stream:
         self.raw.wait_event(passed)
 
     def wait_event(self, event: Event) -> None:
-        """Let what is queued here from now on wait for the event."""
+        """Let what is queued here next wait for the event."""
         self.raw.wait_event(event)
 
     def record_event(self) -> Event:
-        """Return the point after all that is queued by now."""
+        """Return the point after all that is already queued."""
         event = torch.cuda.Event()
         event.record(self.raw)
         return event
 
 
 class _Current(threading.local):
-    """Where a thread's operators are queued, by the device's index: torch takes five
-    microseconds to say so. Nothing but ``Gpu.on`` changes it."""
+    """The stream where a thread's operators are queued, by the device's index: torch takes five
+    microseconds to find it. Only ``Gpu.on`` changes it."""
 
     def __init__(self) -> None:
         self.streams: dict[int, Stream] = {}
@@ -199,7 +199,7 @@ class Gpu:
         return Stream(torch.cuda.Stream(self._device))
 
     def current_stream(self) -> Stream:
-        """Return where this thread's operators are queued."""
+        """Return the stream where this thread's operators are queued."""
         found = _current.streams.get(self._index)
         if found is None:
             found = Stream(torch.cuda.current_stream(self._device))
@@ -207,16 +207,16 @@ class Gpu:
         return found
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """Queue this thread's operators there, within."""
+        """Queue this thread's operators on the stream, within."""
         return _On(self, stream)
 
     def queue_on(self, stream: Stream) -> None:
-        """Queue this thread's operators there from now on."""
+        """Queue this thread's next operators on the stream."""
         torch.cuda.set_stream(stream.raw)
         _current.streams[self._index] = stream
 
     def mark(self) -> Event:
-        """Return this point of the current stream."""
+        """Return the current stream's present point, with its time."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.current_stream().raw)
         return event
@@ -229,24 +229,23 @@ class Gpu:
     def reads(self, array: NDArray[Any]) -> bool:
         """Return True if the device copies from there on its own.
 
-        It is pinned memory, or messages' buffers, which then become that. Whoever has it copied
-        keeps the array until that is done."""
+        It is pinned memory, or messages' buffers, which are then pinned. The caller keeps the
+        array until it has been copied."""
         pages = pages_of(array)
         return pages is not None and (pages.unpin is not None or self._memory.register(pages))
 
     def upload(self, host: Tensor) -> Tensor:
-        """Copy host memory to the device. Never waits, and the memory may be written again at
-        once."""
+        """Copy host memory to the device. Never waits. The memory may be reused right away."""
         if host.nbytes > _STAGED_BYTES:
-            # Lent to nobody else until it has been copied.
+            # Not lent again until it has been copied.
             pinned = self._memory.allocate(host.nbytes)
             if pinned is not None:
                 host = pinned.view(host.dtype).view(host.shape).copy_(host)
         return host.to(self._device, non_blocking=True)
 
     def mapped(self, host: Tensor) -> Tensor | None:
-        """Return memory that ``pinned`` gave, as the device's kernels read it, without a copy.
-        None if they can't. It holds as long as ``host``."""
+        """Return memory that ``pinned`` gave as a tensor that the device's kernels read, without
+        copying it. None if they can't. It is valid as long as ``host``."""
         if not host.is_contiguous() or not host.is_pinned():
             return None
         try:  # pinned memory has one address for the host and the device
@@ -258,7 +257,7 @@ class Gpu:
         return raw.view(host.dtype).view(host.shape)
 
     def room(self, num_bytes: int) -> Tensor:
-        """Return uint8 on the device. Whoever asks keeps it as long as any stream may use it."""
+        """Return uint8 on the device. The caller keeps it as long as any stream may use it."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def new_pool(self) -> object:
@@ -316,7 +315,7 @@ def feed_gpu(device: torch.device) -> None:
     One thread: what is left for the host are copies of some 100 KB, for which OpenMP's threads
     would have to get cores that R-workers are computing on. Sums of split products in float32:
     tokens come nearer to the CPU's, and depend less on the batch. Products of float32 in float32,
-    whatever the environment says: TF32 rounds their factors to 10 bits."""
+    whatever the environment sets: TF32 rounds their factors to 10 bits."""
     if device.type != "cuda":
         return
     _warn_of_old_torch(torch.__version__)

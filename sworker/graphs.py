@@ -4,9 +4,9 @@ work a CUDA graph.
 A **unit** is what the S-worker does between two attentions: unit 0 embeds and runs the first
 layer's ``pre_attention``; unit i runs ``post_attention`` of layer i - 1 and ``pre_attention`` of
 layer i; the last one ends with hidden states. Everything that a unit reads and writes lies in its
-lane's buffers, so a graph that was captured once is right for every later step of so many rows.
-Rows are independent: what stands in the padding changes nobody's result but the shape of the
-matrix products, whose rounding may depend on it.
+lane's buffers, so a graph that was captured once is right for every later step of its bucket.
+Rows are independent: the padding changes only the shape of the matrix products, on which their
+rounding may depend.
 
 Graphs are captured before the first step, for all lanes that there may ever be and as many rows as
 each may have, the largest first, so that they share memory. None is captured later, when a request
@@ -37,8 +37,8 @@ from sworker.model.skeleton import LayerRoom, Model
 
 logger = logging.getLogger(__name__)
 
-MAX_GRAPH_ROWS = 512  # beyond so many rows a layer computes for longer than its launches take
-MAX_GRAPHS = 4096  # each takes some of the device's memory, and a moment to capture
+MAX_GRAPH_ROWS = 512  # with more rows a layer computes for longer than its launches take
+MAX_GRAPHS = 4096  # each takes some of the device's memory, and time to capture
 _CHOICES = ((8, 1), (4, 1), (2, 1), (1, 1), (1, 8))
 """Of ``Buckets.parts`` and ``Buckets.least``, the finest first."""
 
@@ -47,9 +47,9 @@ _CHOICES = ((8, 1), (4, 1), (2, 1), (1, 1), (1, 8))
 class LaneGraphs:
     """What is captured for one lane."""
 
-    max_rows: int  # its steps of more rows run without graphs, or there are none
-    num_graphs: int  # for each bucket
-    num_kernels: int = 0  # in all graphs of a bucket together
+    max_rows: int  # most rows of its steps that run with graphs
+    num_graphs: int  # graphs of each bucket
+    num_kernels: int = 0  # kernels in all graphs of a bucket together
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Buckets:
     def choose(
         cls, lanes: Sequence[LaneGraphs], max_graphs: int, max_rows: int = MAX_GRAPH_ROWS
     ) -> Buckets:
-        """The finest whose graphs are no more than ``max_graphs``; else the coarsest."""
+        """Return the finest buckets with at most ``max_graphs`` graphs, or else the coarsest."""
         choices = [cls(max_rows, *choice) for choice in _CHOICES]
         return next((b for b in choices if b.num_graphs(lanes) <= max_graphs), choices[-1])
 
@@ -277,8 +277,8 @@ class StepGraphs:
         return True
 
     def capture(self, key: Key, run: Callable[[], None], what: str) -> None:
-        """Make a graph of what ``run`` does, where graphs are captured and there may be one more.
-        If it can't be captured, nothing will be any more."""
+        """Make a graph of what ``run`` does, if graphs are captured and one more is allowed. After
+        a failure no more graphs are captured."""
         if not self._capture or len(self._graphs) >= self._max_graphs:
             return
         assert self._gpu is not None

@@ -33,7 +33,7 @@ def refusal(
     device: torch.device,
     dtype: torch.dtype,
 ) -> str | None:
-    """Return why an engine can't use the kernels, or None. ``dtype``: of activations."""
+    """Return why an engine can't use the kernels, or None. ``dtype`` is the activations'."""
     bound = MAX_ERRORS[dtype] if kv.dtype.is_float else max(MAX_ERRORS[dtype], _INT8_ERROR)
     for spec in dict.fromkeys(attention):
         try:

@@ -33,7 +33,7 @@ sequence's place in the tables, first and past-the-last key, first row of partia
 MERGE_FIELDS = 4
 """First row of q, number of tokens (0: there is no such merge), first row of partial
 results, number of pieces. Piece i's token j is in row first + i · tokens + j."""
-IS_WHOLE = -1  # A query tile in one piece writes its result, and is not merged
+IS_WHOLE = -1  # a query tile in one piece writes its result, and is not merged
 
 Ints: TypeAlias = NDArray[np.int32] | NDArray[np.int64]
 

@@ -27,7 +27,7 @@ WARM_UP = 2
 COLD = 16
 """Steps of the first size that are run before it is measured: some of them choose kernels and
 start threads, and take up to 20 times as long."""
-POSITION = 128  # of every decoded token; any one will do
+POSITION = 128  # position of every decoded token; any will do
 
 
 @dataclass(frozen=True)

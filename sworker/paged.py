@@ -70,7 +70,7 @@ _DEFAULT_NUM_SMS = 128
 
 
 class BlockKernels(Protocol):
-    """What reads and writes blocks where they lie: ``paged_triton``."""
+    """Kernels that read and write blocks where they lie, such as ``paged_triton``."""
 
     paged_store: Callable[..., None]
     paged_decode: Callable[..., None]
@@ -179,7 +179,7 @@ class PagedKV:
         kernels: that read and write blocks where they lie, in place of those
             that there are for the device. They are tried first.
         dtype: of activations; None: the cache's, or float32 with int8.
-        is_tried: ``kernels`` are right, or none are wanted.
+        is_tried: Skip the trial: ``kernels`` are known to be right, or none are wanted.
 
     Raises:
         CapacityError: the device hasn't the memory.
@@ -241,7 +241,7 @@ class PagedKV:
         """Kernels that work here as plain torch does."""
         if kernels is None or not self.attention or self.kv.dtype is DType.INT4:
             return None
-        from sworker.kernel_trial import refusal  # makes caches of this class
+        from sworker.kernel_trial import refusal  # imports this class
 
         why = refusal(kernels, self.kv, self.attention, self._device, dtype)
         if why is not None:

@@ -101,7 +101,7 @@ def chunk_attention(
     Args:
         q: [n, Hq, D].
         k, v: [L, Hkv, D], L >= n, in q's dtype.
-        lse: the natural log-sum-exp, float32 [n, Hq], written; None: it isn't wanted.
+        lse: Is written with the natural log-sum-exp, float32 [n, Hq]. None if it isn't wanted.
 
     Returns:
         o [n, Hq, D] in q's dtype; accuracy as in ``local_causal_attention``.

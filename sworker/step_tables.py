@@ -92,4 +92,4 @@ class StepInputs:
     lane: int
     rows: Tensor  # token ids and positions, int64 [2, T], on the host
     tables: StepTables
-    x: Tensor | None = None  # [T, hidden] of the stage before, on the host, in place of token ids
+    x: Tensor | None = None  # output [T, hidden] of the stage before, on the host, for token ids

@@ -1,7 +1,7 @@
 """Decode steps whose KV is on the same device: from the embedding to the last layer one CUDA
-graph, or a few, and no Python a layer.
+graph, or a few, and no Python code per layer.
 
-A graph is right for every later step of so many rows, since all that differs lies in fixed memory:
+A graph is right for every later step of its bucket, since all that differs lies in fixed memory:
 a lane's token ids and positions, and here the slots, block tables and lengths of its rows, and how
 their work is divided. Rows that fill up a bucket store nothing, and see one token of the first
 row's sequence."""
@@ -25,7 +25,7 @@ from sworker.worker import AttendLayer, Pass, SWorker
 
 _WHOLE, _FIRST_SLICE = -1, -2
 """A step, or its first slice, in place of a unit; other slices are behind, downwards."""
-SLICE_LAYERS = 4  # so much of a step that other lanes wait little, and that a graph costs little
+SLICE_LAYERS = 4  # layers per slice: few, as other lanes wait, but each slice costs a graph
 _WHAT = "a whole decode step"
 
 
@@ -138,7 +138,7 @@ class WholeSteps:
         Args:
             rows: token ids and positions, int64 [2, T], on the host.
             feed: token ids that the host doesn't know.
-            x: what the stage before has come to, [T, hidden], on the host, in place of token ids.
+            x: output [T, hidden] of the stage before, on the host, in place of token ids.
 
         Returns:
             Hidden states [T, hidden], in the lane's memory.

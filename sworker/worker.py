@@ -1,11 +1,10 @@
 """The S-worker: runs every layer that has weights over a step's rows, and draws tokens from the
 logits.
 
-A ``Pass`` is one step's way through the layers, cut where attention is somebody else's: each
-``advance`` runs ``post_attention`` of one layer and ``pre_attention`` of the next as one unit of
-work (an S-step). Several passes can be under way at once; which of them goes on is the caller's
-affair. On a GPU nothing here waits for the device: units are queued, and results are tensors that
-will be there."""
+A ``Pass`` is one step's way through the layers, cut where another worker attends: each ``advance``
+runs ``post_attention`` of one layer and ``pre_attention`` of the next as one unit of work (an
+S-step). Several passes can be under way at once; the caller chooses which one continues. On a GPU
+nothing here waits for the device: units are queued, and results are tensors not yet computed."""
 
 from __future__ import annotations
 
@@ -32,10 +31,10 @@ from sworker.step_tables import StepInputs
 from sworker.swap.swapped import LaneMover, SwappedKV
 
 _DRAWN_BYTES = 64 << 10
-"""Of what is drawn for a lane, to begin with: 2,700 tokens, fewer with logprobs."""
+"""Initial room for what is drawn for a lane: 2,700 tokens, fewer with logprobs."""
 _NO_ROOM = (None,)
 TIMED_LAYERS = 8
-"""Of so many layers one is timed: a mark takes a microsecond or two of the
+"""One layer in this number is timed: a mark takes a microsecond or two of the
 thread that feeds the GPU."""
 
 
@@ -44,10 +43,10 @@ class SWorker:
 
     Args:
         model: the model, or this rank's part of it.
-        graphs: runs small steps in fixed memory, as CUDA graphs; None: every step as it is.
+        graphs: Runs small steps in fixed memory, as CUDA graphs. None runs every step as it is.
         gpu: the device's driver, in place of the one that torch has.
-        num_lanes: for which memory is taken now; for more, when they come.
-        idle_threads: watches whether others want the cores; None: nothing does.
+        num_lanes: Lanes for which memory is taken now. Others take it when they come.
+        idle_threads: Watches whether other processes want the cores, or None.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class SWorker:
         for lane in range(num_lanes):
             self._fetch(lane)
 
-    feeds = True  # whether a step may begin with tokens that only the device knows
+    feeds = True  # a step may begin with tokens that only the device knows
 
     def begin(
         self, rows: Tensor, lane: int = 0, feed: Feed | None = None, x: Tensor | None = None
@@ -199,7 +198,7 @@ class Pass:
     q: Tensor  # [T, Hq, D]
     k: Tensor  # [T, Hkv, D]
     v: Tensor  # [T, Hkv, D]
-    is_over = False  # all layers are done: nobody calls ``advance`` any more
+    is_over = False  # all layers are done: ``advance`` is not called again
     attended_s: Callable[[], float] | None = None
     """Seconds of attention within what the device is timed for."""
     place: Tensor | None = None
@@ -229,8 +228,8 @@ class Pass:
             self._begin(rows, feed, x)
 
     def advance(self, o: Tensor) -> bool:
-        """Go on with the attention's output o [T, Hq, D]. True: the next layer's q, k, v are
-        there; False: that was the last layer, and ``logits`` may be asked for, or ``output``."""
+        """Continue with the attention's output o [T, Hq, D]. Return True if the next layer's q, k,
+        v are ready. After the last layer return False; ``logits`` and ``output`` are ready then."""
         is_last = self.layer + 1 == len(self._layers)
         self.layer += not is_last
         with self._inference:  # as a decorator it would be made anew in each layer
@@ -356,9 +355,9 @@ class DeviceTimer:
     """Adds up what a GPU spends on the blocks that it is entered around, without waiting for any.
 
     Args:
-        gpu: None: the device is the host, and nothing is measured.
-        every: of so many blocks that are alike one is measured, the second first, and stands for
-            all.
+        gpu: None if the device is the host: then nothing is measured.
+        every: One in ``every`` blocks that are alike is measured, first the second one, and
+            stands for all.
     """
 
     def __init__(self, gpu: Gpu | None, *, every: int = 1) -> None:

@@ -10,7 +10,7 @@ the gate packs what it writes.
 
 A row's sum depends on nothing else in the batch but on whether its expert has more than 8 rows.
 All compiled code is in this file, in ``row_loops`` and in two of ``cpu_kernels.codegen``: what is
-kept of it on disk is kept under a name that tells their content."""
+kept of it on disk has a name made of a hash of their content."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ PLAN, PACK, UP, DOWN, SUM = range(5)
 SILU, GELU_TANH, CLAMPED, SILU_CLAMPED = range(4)
 """Gates."""
 LANES = 16
-BLOCK_VECTORS = 4  # of rows that are multiplied at once, at most
-FEW_ROWS = 8  # an expert with so many rows or fewer has each multiplied for itself
+BLOCK_VECTORS = 4  # most vectors of rows that are multiplied together
+FEW_ROWS = 8  # up to this number, each row of an expert is multiplied separately
 PANEL = 48  # weight rows whose results are stored together
 _PANEL_BYTES = PANEL * BLOCK_VECTORS * LANES * 4
 GROUP_FIELDS, BLOCK_FIELDS = 3, 4

@@ -2,8 +2,8 @@
 their weighted sum in five jobs of compiled code, whose units the threads of torch's own OpenMP
 runtime take one by one.
 
-torch multiplies one expert's rows after the other's: each product packs its factors anew and is
-divided among all threads, which for 64 rows takes as long as multiplying. Here threads divide
+torch multiplies one expert's rows after the other's: each product packs its factors again and is
+divided among all threads, which for 64 rows takes as long as the product. Here threads divide
 experts and parts of their outputs among themselves, and no weight is packed (``expert_loops``). On
 CPUs with tiles (AMX) torch's products are faster, and stay."""
 
@@ -20,7 +20,7 @@ from sworker.kernels.fused_numba import ELEMENTS_ALONE, ThreadJob, parallel_regi
 from sworker.model.linear import ACTIVATIONS
 from sworker.model.moe import ExpertLinear, Experts
 
-_ALIGNED: Final = 32  # of which hidden and inner dims must be multiples
+_ALIGNED: Final = 32  # hidden and inner dims must be multiples of it
 _GROUP_BYTES: Final = 512 << 10
 """Of packed rows for which an expert's weights are read once: they stay in a
 core's second cache."""
@@ -87,14 +87,13 @@ class ExpertProducts:
     def __call__(
         self, up: ExpertLinear, down: ExpertLinear, x: Tensor, experts: Tensor, weights: Tensor
     ) -> Tensor:
-        """Args:
+        """Return each row's weighted sum, bfloat16 [T, hidden].
+
+        Args:
             up, down: bfloat16 [E, 2 · inner, hidden] and [E, hidden, inner].
             x: bfloat16 [T, hidden].
             experts: int64 [T, k]; E is one that isn't here, and adds nothing.
             weights: of the experts, float32 or bfloat16 [T, k].
-
-        Returns:
-            each row's weighted sum, bfloat16 [T, hidden].
         """
         if not len(x):
             return torch.empty_like(x)

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 _GATES = {ACTIVATIONS["silu"]: True, ACTIVATIONS["gelu_tanh"]: False}
 """Activations that the kernel knows: whether it is SiLU."""
 _ROWS = 3
-_ROUNDING = 2**-5  # of sums in bfloat16, in shares of the largest
-_MAX_NORM_SIZE = 1 << 15  # of a row that one program holds
+_ROUNDING = 2**-5  # largest rounding of sums in bfloat16, relative to the largest sum
+_MAX_NORM_SIZE = 1 << 15  # largest row that one program holds
 
 
 class Kernels(Protocol):
@@ -240,8 +240,8 @@ def _same_products(block: Experts, products: Products) -> bool:
 def fuse_checked(model: Model, kernels: Kernels) -> bool:
     """``fuse`` with these kernels; raises whatever they raise. All parts are exchanged, or none.
 
-    Layers are alike but for their MLP: what the parts of the first of each kind say speaks for the
-    others'."""
+    Layers are alike but for their MLP, so only the parts of the first layer of each kind are
+    checked."""
     fused: dict[nn.Module, nn.Module] = {}  # by what it replaces; layers share a rotary table
     for module in model.modules():
         # Kernels go by addresses.

@@ -30,8 +30,8 @@ from sworker.kernels.row_loops import (
 from sworker.kernels.threads import openmp_library
 from sworker.model.skeleton import QKV
 
-ELEMENTS_ALONE: Final = 3 << 14  # fewer than so many aren't worth a second thread
-_ELEMENTS_AT_ONCE: Final = 1 << 13  # that a thread takes at a time
+ELEMENTS_ALONE: Final = 3 << 14  # fewer elements aren't worth a second thread
+_ELEMENTS_AT_ONCE: Final = 1 << 13  # elements that a thread takes at a time
 _JOB: Final = Struct(f"<{NUM_FIELDS}q2d{NEXT - 8 * (NUM_FIELDS + 2)}xq")
 
 

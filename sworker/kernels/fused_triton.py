@@ -7,7 +7,7 @@ before it is normed, products of the rotary table are float32 and rounded once, 
 rounded before it is multiplied.
 
 No sum is fused with a product, which costs nothing beside the memory's time: versions of Triton
-differ in what they do when nobody says.
+differ in their default.
 
 Runs on CUDA; with TRITON_INTERPRET=1, which tests set, on a CPU too."""
 

@@ -51,7 +51,7 @@ _TILE_ROWS = 6
 _DEPTH = 1024
 """Elements of K that all tiles of a unit's rows run through before the next: a panel's part stays
 in the first cache or the second."""
-_AHEAD = 2048  # bytes of weights
+_AHEAD = 2048  # bytes of weights that are prefetched
 
 
 def _widened(builder, address, is_half):

@@ -99,9 +99,9 @@ def _attend(  # type: ignore[no-untyped-def]
     D] of pieces that are all that their queries see, else parts [R, Hq, D] and lse (base 2) [R,
     Hq], float32.
 
-    Grid (Hkv, pieces). Row m of the M of a program is token m // G, query head m % G. ``TOKENS``
-    of 1: decoded tokens, whose places ``context_lens`` says. ``sharpness`` is 2 / softcap, base 2.
-    ``HAS_LSE``: of those, all_lse [T, Hq], natural log, is written, too."""
+    Grid (Hkv, pieces). Row m of the M of a program is token m // G, query head m % G. With
+    ``TOKENS`` of 1 tokens are decoded ones, whose places ``context_lens`` gives. ``sharpness`` is
+    2 / softcap, base 2. With ``HAS_LSE``, all_lse [T, Hq], natural log, is written for those."""
     head = tl.program_id(0)
     piece = pieces + tl.program_id(1) * _FIELDS
     num_tokens = tl.load(piece + 1)

@@ -28,18 +28,18 @@ from fastdecode.core.clock import Clock
 
 logger = logging.getLogger(__name__)
 
-WINDOW_S: Final = 0.1  # seconds between two looks
+WINDOW_S: Final = 0.1  # seconds between two measurements
 MANY_WAIT: Final = 0.42
 """Seconds that threads waited for a core, in each second of two windows in a
 row, from which the cores count as wanted by others. Measured on two cores: 0.25
 to 0.36 beside a neighbour that takes half of one, where spinning still gains; 0.52
 to 0.8 beside one that takes all it can get, with the brake and without."""
-FEW_WAIT: Final = 0.35  # below which they count as free again
+FEW_WAIT: Final = 0.35  # below this they count as free again
 FIRST_HOLD_S: Final = 1.0
-"""Seconds for which the brake stays on at first, then it is tried without. A thread that
+"""Seconds for which the brake stays on at first; then it is turned off to try. A thread that
 sleeps and wakes can share a core with the thread that wakes it, and wait for that one:
-with the brake on, waiting alone doesn't tell of others."""
-LONGEST_HOLD_S: Final = 16.0  # what doubling comes to, as long as it is found to be needed
+with the brake on, waiting alone doesn't show that other processes want the cores."""
+LONGEST_HOLD_S: Final = 16.0  # limit of its doubling, while the brake is still needed
 _TASKS: Final = Path("/proc/self/task")
 _NAMES = ("libgomp", "libiomp5", "libomp")
 _MAPS = Path("/proc/self/maps")
@@ -105,11 +105,11 @@ def waited_for_cores(tasks: Path = _TASKS) -> float:
 
 class SpareThreads:
     """A brake for GNU's runtime, which makes idle threads sleep almost at once while it is on.
-    Threads that do nothing, of a region in a thread of its own, make the runtime count more
+    A separate thread runs a region of threads that do nothing, so that the runtime counts more
     threads than cores.
 
     Args:
-        num_threads: that the engine's regions have.
+        num_threads: Threads of the engine's regions.
     """
 
     def __init__(self, library: str, num_threads: int, num_cores: int) -> None:
@@ -136,8 +136,8 @@ class SpareThreads:
 
 
 def watch_idle_threads(library: str | None, num_threads: int, num_cores: int) -> IdleThreads | None:
-    """For regions of ``num_threads`` threads in the calling thread; None where there is nothing
-    to be done: one thread, another runtime than GNU's, or a system that doesn't tell who waits.
+    """Watch idle threads of regions of ``num_threads`` threads in the calling thread. Return None
+    for one thread, for another runtime than GNU's, or if the system doesn't measure waiting.
 
     Args:
         library: The runtime's file, or None if it is unknown.
@@ -150,8 +150,8 @@ def watch_idle_threads(library: str | None, num_threads: int, num_cores: int) ->
 
 
 def openmp_library(maps: Path = _MAPS) -> str | None:
-    """The file of the OpenMP runtime that torch's operators run on in this process; None where
-    there is none, or it isn't known which of several it is."""
+    """Return the file of the OpenMP runtime that torch's operators run on in this process. None
+    if there is none, or if it is not clear which of several it is."""
     if not torch.backends.openmp.is_available():
         return None
     try:
@@ -187,10 +187,10 @@ def _pause() -> Callable[[int], int] | None:
 
 def end_own_threads() -> bool:
     """End the threads that have run parallel regions of the calling thread, if the runtime is
-    GNU's; the next region starts new ones. Returns whether it was done.
+    GNU's; the next region starts new ones. Return True if it was done.
 
-    Each thread that runs regions has threads of its own, and the runtime counts them all. Where
-    they are more than there are cores, idle threads sleep at once, so that each region of a step
+    Each thread that runs regions has its own helper threads, and the runtime counts them all. If
+    they are more than the cores, idle threads sleep immediately, so that each region of a step
     has to wake its threads. A script that has used torch once would slow down an engine that
     computes in another thread."""
     pause = _pause()

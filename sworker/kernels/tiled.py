@@ -12,7 +12,7 @@ from torch import Tensor
 from fastdecode.core.spec import AttentionSpec
 from sworker.buffers import to_device
 
-MAX_TILE_BYTES = 64 << 20  # of float32 scores, over all heads
+MAX_TILE_BYTES = 64 << 20  # bytes of float32 scores, over all heads
 MAX_CPU_TILE_BYTES, MAX_CPU_TILE_QUERIES = 4 << 20, 64
 """On a CPU small tiles are as fast or faster: they stay in its caches, and less
 of a tile lies beyond the diagonal."""

@@ -28,17 +28,18 @@ class TensorReader:
 
     One buffer for all: an allocator may keep freed blocks of a tensor's size, which would take a
     second tensor's room. For a device there are two, pinned: one is filled while the device copies
-    from the other. Files stay open until ``close``: some checkpoints hold 40,000 tensors."""
+    from the other. Files stay open until ``close``: some checkpoints hold 40,000 tensors.
+
+    Args:
+        entries: All tensors that will be read.
+        dtype: The dtype that encoded ones are decoded to.
+        gpu: Copies what is read to itself, on its current stream, without a wait of the host.
+            None lets the host copy.
+    """
 
     def __init__(
         self, entries: Iterable[TensorEntry], dtype: torch.dtype, gpu: Gpu | None = None
     ) -> None:
-        """Args:
-        entries: all that will be read.
-        dtype: that encoded ones are decoded to.
-        gpu: copies what is read to itself, on its current stream, in copies that the host
-            needn't wait for; None: the host copies.
-        """
         self.dtype = dtype
         self._gpu = gpu
         size = max((self._num_bytes(entry) for entry in entries), default=0)

@@ -46,7 +46,7 @@ _TARGET_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class _Loaded:
-    """Where a module of the whole model is in the part of it that is loaded."""
+    """The part of a model that is loaded, with the places of the whole model's modules in it."""
 
     modules: frozenset[str]
     layers: range
@@ -202,7 +202,7 @@ class _Part:
 
     source: Source
     index: int = 0  # which of the fused projections, counted from 0
-    expert: int | None = None  # whose; None: everybody's
+    expert: int | None = None  # its expert, or None if all tokens use it
 
 
 @dataclass(frozen=True)
@@ -217,14 +217,14 @@ class _Placement:
     layout: Layout
     order: tuple[int, ...] | None
     """Of a head's dims as we have them, where the checkpoint has another."""
-    heads: _Heads | None  # where the checkpoint has fewer than we do
+    heads: _Heads | None  # if the checkpoint has fewer than our model
 
 
 @dataclass(frozen=True)
 class _Heads:
     """Query heads of one layer, if others have more."""
 
-    axis: int  # of a matrix, along which they lie
+    axis: int  # axis of a matrix along which they lie
     num: int
 
 

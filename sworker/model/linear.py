@@ -110,7 +110,7 @@ class Gated(nn.Module):
     act: Callable[[Tensor], Tensor]
     gated: bool
     up: Any  # its ``splits`` are gate and up
-    limit: float = 0.0  # of act(gate(x)) and of up(x); 0: none
+    limit: float = 0.0  # limit of act(gate(x)) and of up(x), or 0 for none
     gate_kernel: Callable[[Tensor], Tensor] | None = None
     """What a device may have in place of ``_gate``. That itself, kept here, would be a cycle:
     weights would outlive their model until the garbage collector comes."""

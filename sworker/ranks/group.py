@@ -23,20 +23,20 @@ from sworker.ranks.sharding import Shard
 STOP, BEGIN, ADVANCE, LOGITS, COME_HOME, KEEP_KV, RUN = range(7)
 KEEP_ON_HOST, STORE_BLOCKS, FETCH_BLOCKS = range(7, 10)
 SWAP_LANES, ENTER_LANE, LEAVE_LANE, PREFETCH_LANE = range(10, 14)
-"""What rank 0 may order."""
-JOINING_TIMEOUT_S = 600.0  # until all ranks have come to the meeting place
+"""Operations that rank 0 may order."""
+JOINING_TIMEOUT_S = 600.0  # until all ranks have connected
 PATIENCE_S = 300.0  # how long a rank may keep another one waiting in the middle of a step
 _PARTING_TIMEOUT = datetime.timedelta(seconds=10)
 _FOREVER = datetime.timedelta(days=365)
-"""Between two steps nobody knows how long it takes."""
+"""The time between two steps has no limit."""
 
 
 class Order(NamedTuple):
-    """What rank 0 has the other ranks do."""
+    """An operation that rank 0 orders the other ranks to do."""
 
     operation: int
     lane: int
-    number: int  # of rows, blocks or lanes
+    number: int  # number of rows or blocks
     ints: Tensor  # int64 [n], on the host
     x: Tensor | None  # [rows, hidden], on the host
 
@@ -68,7 +68,7 @@ class Ranks:
             patience_s: how long another rank may keep this one waiting in the middle of a step.
 
         Raises:
-            WorkerError: not all came in ``JOINING_TIMEOUT_S``, or they can't connect.
+            WorkerError: If they can't connect, or not all do within ``JOINING_TIMEOUT_S``.
         """
         # All are on this host: nothing listens beyond loopback.
         if device.type == "cuda":
@@ -89,7 +89,7 @@ class Ranks:
             data = dist.new_group(backend=backend, timeout=patience)
             assert control is not None and data is not None
             ranks = cls(shard, device, data, control, Peers(shard, device, data, patience_s))
-            # Nobody leaves before all have come: the meeting place may be gone then.
+            # No rank continues before all have come: the meeting place may be removed then.
             processes = ranks._processes()
             # Connections between GPUs are made by the first collective, and not
             # while a graph is captured.
@@ -125,16 +125,16 @@ class Ranks:
         ints: Tensor | None = None,
         x: Tensor | None = None,
     ) -> None:
-        """Rank 0: have the others do something. See ``Order``."""
+        """Send an ``Order`` to the other ranks. Only rank 0 does."""
         sizes = 0 if ints is None else ints.numel(), -1 if x is None else len(x)
         self._share(torch.tensor((operation, lane, number, *sizes), dtype=torch.int64))
         for part in (ints, x):
             if part is not None:
                 self._share(part.contiguous())
 
-    def hear(self, like: Tensor) -> Order:
-        """The others: wait for the next order, as long as it takes. ``like``: [0, hidden] of
-        the dtype that ``Order.x`` has."""
+    def next_order(self, like: Tensor) -> Order:
+        """Wait for rank 0's next order, without a time limit. ``like``: [0, hidden] of the dtype
+        that ``Order.x`` has."""
         header = torch.empty(5, dtype=torch.int64)
         with self.peers.waiting():
             dist.broadcast(header, 0, group=self.control)
@@ -144,7 +144,7 @@ class Ranks:
         return Order(operation, lane, number, ints, x)
 
     def _share(self, part: Tensor) -> Tensor:
-        """Send rank 0's tensor, on the host, to the others, whose has its shape and dtype."""
+        """Copy rank 0's tensor to the others', of the same shape and dtype, all on the host."""
         if part.numel():
             with self.peers.waiting():
                 # As bytes: not every version of gloo knows every dtype.

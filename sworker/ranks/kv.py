@@ -70,7 +70,7 @@ class LeadingLanes:
         first = kv.caches[0]
         with ranks.peers.exchanging():
             num_blocks = first.num_slots // first.kv.block_size
-            ranks.order(SWAP_LANES, len(kv.hosts), num_blocks)
+            ranks.order(SWAP_LANES, ints=torch.tensor((len(kv.hosts), num_blocks)))
 
     def enter(self, lane: int, past: Blocks) -> PagedKV:
         with self._ranks.peers.exchanging():
@@ -79,7 +79,7 @@ class LeadingLanes:
 
     def leave(self, tokens: NDArray[np.int64]) -> None:
         with self._ranks.peers.exchanging():
-            self._ranks.order(LEAVE_LANE, 0, ints=torch.from_numpy(tokens))
+            self._ranks.order(LEAVE_LANE, ints=torch.from_numpy(tokens))
             self._kv.leave(tokens)
 
     def prefetch(self, lane: int, blocks: Blocks) -> None:
@@ -89,11 +89,11 @@ class LeadingLanes:
 
 
 class FollowingKV:
-    """Of a rank behind the first.
+    """K and V of a rank behind the first.
 
     Args:
         model: this rank's part of it.
-        make: makes what rank 0 says; None: R-workers keep K and V.
+        make: Makes the caches that rank 0 orders. None if R-workers keep K and V.
     """
 
     def __init__(self, model: Model, ranks: Ranks, make: KVMaker | None) -> None:
@@ -122,7 +122,7 @@ class FollowingKV:
         return self._cache
 
     def obeys(self, order: Order) -> bool:
-        """Do what rank 0 does with its memory. False: the operation is another one."""
+        """Do what rank 0 does with its memory. Return False for any other operation."""
         operation, lane, number, ints, _ = order
         if operation == KEEP_ON_HOST:
             self._memory = HostBlocks(self.cache, number)
@@ -132,7 +132,8 @@ class FollowingKV:
             self._memory.copy(slots, blocks, is_fetch=operation == FETCH_BLOCKS)
         elif operation == SWAP_LANES:
             assert self._make is not None, _ALL_ALIKE
-            self._lanes = self._make.lanes(number, lane)
+            num_lanes, num_blocks = ints.tolist()
+            self._lanes = self._make.lanes(num_blocks, num_lanes)
             for cache in self._lanes.caches:
                 cache.sinks = self._sinks
         elif operation in (ENTER_LANE, LEAVE_LANE, PREFETCH_LANE):

@@ -5,11 +5,11 @@ Every pass of rank 0 is announced to the others, unit by unit, and all compute
 their share of it::
 
     rank 0                        ranks 1 …
-    order BEGIN, ids, positions   hear
+    order BEGIN, ids, positions   receive
     S-step                        S-step
     gather q, k, v                gather q, k, v
     R-workers …
-    order ADVANCE                 hear
+    order ADVANCE                 receive
     scatter o                     scatter o
     S-step …                      S-step …
 
@@ -20,9 +20,9 @@ links. Each S-worker with its own R-workers would use every host link, and would
 need to agree on every loss.
 
 In a pipeline of stages every stage is such a group, with a rank 0 of its own. A
-step begins behind the first stage with the rows of the stage before, in place of
-token ids; in the first one it ends with COME_HOME and what
-the stages behind have made of the rows whose logits are wanted.
+step begins behind the first stage with the rows of the stage before, in place of token
+ids; in the first one it ends with COME_HOME and what the stages behind have made of the
+rows whose logits are wanted.
 
 With KV on the devices (``--kv-placement gpu``) every rank keeps the KV heads that its
 query heads read, and attends by itself: nothing is gathered or scattered. Rank 0's
@@ -155,7 +155,7 @@ class ParallelSWorker(SWorker):
         super().__init__(spec, model, ranks.device, graphs, num_lanes=num_lanes)
         self.ranks = ranks
 
-    feeds = False  # other ranks are told a step's tokens by the host
+    feeds = False  # other ranks receive a step's tokens from the host
 
     def begin(
         self, rows: Tensor, lane: int = 0, feed: Feed | None = None, x: Tensor | None = None
@@ -228,7 +228,7 @@ def mirror(
     with contextlib.closing(kv):
         while True:
             with ranks.peers.exchanging():
-                order = ranks.hear(like)
+                order = ranks.next_order(like)
                 if order.operation == STOP:
                     return
                 if not kv.obeys(order):

@@ -21,7 +21,7 @@ from sworker.ranks.sharding import Shard
 
 logger = logging.getLogger(__name__)
 
-_LAST_WORDS_S = 2.0  # A connection may break some time before its process has ended
+_LAST_WORDS_S = 2.0  # a connection may break this long before its process has ended
 _STUCK_S = 30.0  # how long collectives on a GPU may take to notice that they were aborted
 
 
@@ -29,7 +29,7 @@ class PeerWatch:
     """Watches processes of this host, by what Linux calls a pidfd. Elsewhere nothing is noticed.
 
     Args:
-        on_end: called with the ranks that have ended, once, in a thread of its own, when the
+        on_end: Called once, in a separate thread, with the ranks that have ended, when the
             first does.
     """
 
@@ -113,19 +113,19 @@ class Peers:
         """See that all ranks are still there.
 
         Raises:
-            WorkerError: one has ended, so that nothing that was exchanged lately can be trusted.
+            WorkerError: If one has ended: recent exchanges can't be trusted then.
         """
         if ended := self._ended():
             raise self._lost(ended)
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Within, ranks compute together. What goes wrong here stays what it is, unless a rank
-        has ended: then nothing that is left of it can be relied on.
+        """Let ranks compute together within. Errors stay as they are, unless a rank has ended:
+        then results can't be relied on.
 
         Raises:
-            WorkerError: a rank has ended, or keeps this one waiting for too long; or a step broke
-                off before, and the others are still in the middle of it.
+            WorkerError: If a rank has ended, or keeps this one waiting for too long, or if an
+                earlier step broke off, and the others are still in the middle of it.
         """
         self.check()
         if self._out_of_step:
@@ -173,7 +173,7 @@ class Peers:
             else f"doesn't go on, or not within {self.patience_s:g} s (worker_timeout_s)"
         )
         if error is not None and not ended:
-            # Without what gloo and NCCL say of their source code, and what they think of it.
+            # Leave out the places in their source code that gloo and NCCL name, and their advice.
             first_line = str(error).splitlines()[0]
             what += ": " + re.sub(r"^\[[^]]*\] *", "", first_line).split(". ")[0]
         return WorkerError(

@@ -1,4 +1,4 @@
-"""What changes logits before a token is drawn: processors, bias, masks, penalties."""
+"""Changes of logits before a token is drawn: processors, bias, masks, penalties."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def adjust(logits: Tensor, states: Sequence[SamplingState]) -> None:
 
 
 def run_processors(logits: Tensor, states: Sequence[SamplingState]) -> None:
-    """Let each row's processors change it, in place. What one raises is the
-    row's own ``failure``; no other row notices."""
+    """Let each row's processors change it, in place. An error of one becomes the
+    row's ``failure``, and changes no other row."""
     for row, state in enumerate(states):
         if state.history is None:
             continue
         try:
             logits[row] = _processed(state.params.logits_processors, state.history, logits[row])
-        except Exception as error:  # of the caller's function: any
+        except Exception as error:  # the caller's function may raise anything
             state.failure = RequestError(
                 f"a logits processor failed: {type(error).__name__}: {error}",
                 code="logits_processor_failed",

@@ -6,8 +6,8 @@ two and rounded to whole numbers), so that every sum (the mass, the running sums
 groups' sums) is exact, in whatever order a device adds.
 
 top-k, top-p and min-p each end at an edge, a logit, and all tokens down to the highest edge are
-kept, with those tied with it. Then kept tokens race: the weight of each is divided by a random
-number of its own, groups first.
+kept, with those tied with it. Then kept tokens race: the weight of each is divided by a separate
+random number, groups first.
 
 The last bits of logits differ with the way a model is run (chunks, parts, lanes). A draw changes
 only where its two best are as close as that, or where a token that wins the race was within that
@@ -100,7 +100,7 @@ def _row_error(greatest: float, num_generated: int) -> RequestError:
 SHORT_LIST = 1024
 """Likeliest tokens that a truncated row looks at first: sorting 1,024 of 128k costs a twentieth
 of sorting all. A row that needs more (a nearly flat distribution under top-p, or a greater top-k)
-is drawn again from the whole row, with the same result as if it had been at once."""
+is drawn again from the whole row, with the result that drawing from the whole row gives."""
 
 MAX_BLOCK_ELEMENTS = 1 << 24
 """Rows are worked on so many logits at a time: 64 MiB for each temporary."""
@@ -232,7 +232,7 @@ def _draw_rows(
     """Draw the rows that aren't greedy into ``tokens`` [B]; ``greatest`` [B]: of each row."""
     vocab_size, device = logits.shape[1], logits.device
     is_few = device.type == "cpu" and logits.numel() <= FEW_ELEMENTS
-    for rows in _blocks(whole, logits):
+    for rows in _blocks(whole, vocab_size, device):
         at = _index(rows, device)
         drawn_from = [states[row] for row in rows.tolist()]
         if is_few and not any(state.params.min_p for state in drawn_from):
@@ -240,7 +240,7 @@ def _draw_rows(
         else:
             controls = controls_of(states, rows, device)
             tokens[at] = draw_whole(logits[at], greatest[at, None], controls)
-    for rows in _blocks(truncated, logits):
+    for rows in _blocks(truncated, vocab_size, device):
         at = _index(rows, device)
         most = max(states[row].params.top_k or vocab_size for row in rows)
         columns = min(short_list, vocab_size, most)  # no more than any row needs
@@ -258,7 +258,7 @@ def _logprobs(
     """Of the rows that ask for them, in blocks, each flat; and which rows each block has,
     and how many columns."""
     vocab_size, pieces, blocks = logits.shape[1], [], []
-    for rows in _blocks(np.array(asking, np.int64), logits):
+    for rows in _blocks(np.array(asking, np.int64), vocab_size, logits.device):
         at = _index(rows, logits.device)
         count = min(vocab_size, max(states[row].params.logprobs or 0 for row in rows))
         found = logprobs_of(logits[at], greatest[at, None], tokens[at, None].clamp(min=0), count)
@@ -268,7 +268,7 @@ def _logprobs(
 
 
 def _index(rows: NDArray[np.int64], device: torch.device) -> slice | Tensor:
-    """What selects these rows, ascending, of a tensor; without a copy if they are neighbours."""
+    """Return an index of these ascending rows: a slice, which copies nothing, of neighbours."""
     first, last = int(rows[0]), int(rows[-1])
     if last - first + 1 == len(rows):
         return slice(first, last + 1)
@@ -299,10 +299,12 @@ def _split(states: Sequence[SamplingState]) -> tuple[NDArray[np.int64], NDArray[
     return np.array(whole, np.int64), np.array(truncated, np.int64)
 
 
-def _blocks(rows: NDArray[np.int64], logits: Tensor) -> Iterator[NDArray[np.int64]]:
-    """Rows of logits that are worked on at once."""
-    most = MAX_CPU_BLOCK_ELEMENTS if logits.device.type == "cpu" else MAX_BLOCK_ELEMENTS
-    size = max(1, most // logits.shape[1])
+def _blocks(
+    rows: NDArray[np.int64], vocab_size: int, device: torch.device
+) -> Iterator[NDArray[np.int64]]:
+    """Yield the rows of logits that are worked on together."""
+    most = MAX_CPU_BLOCK_ELEMENTS if device.type == "cpu" else MAX_BLOCK_ELEMENTS
+    size = max(1, most // vocab_size)
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
 
@@ -316,8 +318,8 @@ def prompt_logprobs(
     vocab_size: int,
     device: torch.device,
 ) -> Tensor:
-    """Log-probabilities of a prompt's tokens, each after those before it, by the model's own
-    distribution. A bounded number of rows at a time.
+    """Return log-probabilities of a prompt's tokens, each after those before it, by the model's
+    own distribution. Works on a bounded number of rows at a time.
 
     Args:
         logits_of: rows of a step [b] → float32 [b, V].
@@ -327,12 +329,10 @@ def prompt_logprobs(
     Returns:
         float64 [P, 2 + 2 · count], on the device: see ``logprobs_of``.
     """
-    most = MAX_CPU_BLOCK_ELEMENTS if device.type == "cpu" else MAX_BLOCK_ELEMENTS
-    size = max(1, most // vocab_size)
     found = []
-    for first in range(0, len(rows), size):
-        logits = logits_of(rows[first : first + size])
-        following = to_device(tokens[first : first + size], device)[:, None]
+    for block in _blocks(np.arange(len(rows)), vocab_size, device):
+        logits = logits_of(rows[block])
+        following = to_device(tokens[block], device)[:, None]
         greatest = logits.amax(dim=1, keepdim=True)
         found.append(logprobs_of(logits, greatest, following, min(count, vocab_size)))
     return torch.cat(found)

@@ -14,7 +14,7 @@ from fastdecode.core.sequence import SamplingParams
 from sworker.sampling.random_numbers import GAMMA, mix, mixed
 from sworker.sampling.token_masks import BadWords, packed
 
-_FEW_KEYS = 8  # so few are made sooner without arrays
+_FEW_KEYS = 8  # up to this number, keys are made faster without arrays
 _GAMMA = int(GAMMA)
 _MASK = (1 << 64) - 1
 
@@ -30,7 +30,7 @@ class History:
 class Grammar(Protocol):
     """What a sequence's text must be, as the sampler sees it."""
 
-    error: RequestError | None  # why it can't be followed; its mask allows nothing then
+    error: RequestError | None  # why it can't be followed; then its mask allows no token
 
     is_complete: bool  # nothing but EOS may follow
 
@@ -52,9 +52,9 @@ class SamplingState:
         prompt_token_ids: what the repetition penalty counts beside the output.
         eos_token_ids: any of them ends the sequence unless ``params.ignore_eos``.
         sample_index: which of the request's n completions this is.
-        output_token_ids: tokens generated before a suspension; the next draw goes on as if there
-            had been none.
-        bad_words: the tokens of each word that it may not say.
+        output_token_ids: tokens generated before a suspension; the next draw continues as if
+            there had been none.
+        bad_words: the tokens of each word that it must not generate.
     """
 
     __slots__ = (
@@ -125,7 +125,7 @@ class SamplingState:
             self.observe(token)
 
     def mask(self) -> NDArray[np.int32] | None:
-        """The tokens that it may draw now (``token_masks``); None: all. Waits until it is made."""
+        """Wait for the mask of tokens that it may draw now (``token_masks``). None allows all."""
         if self.grammar is None:
             return self.allowed
         mask = self.grammar.mask()

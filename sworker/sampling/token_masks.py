@@ -1,4 +1,4 @@
-"""Which tokens a row may draw: bits, packed 32 to a word, and words that may not be completed."""
+"""Masks of the tokens that a row may draw, 32 bits to a word, and words to leave incomplete."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ GROUP = 256
 """Tokens of a group, by id; the last one may have fewer. What is asked of a row of a
 vocabulary's width is asked of groups first, then of the members of few of them."""
 
-FEW_ELEMENTS = 1 << 16  # up to this number, the greatest are found at once as quickly
+FEW_ELEMENTS = 1 << 16  # up to this number, groups don't speed up the search of the greatest
 
 
 TIE = 2.0**-12
@@ -225,7 +225,7 @@ def logprobs_of(logits: Tensor, greatest: Tensor, tokens: Tensor, count: int) ->
     """Log-probabilities of the drawn and of the likeliest tokens.
 
     logits [m, V], greatest and tokens [m, 1] → float64 [m, 2 + 2 · count]: the token's logprob and
-    rank (1: none is likelier), ids, their logprobs."""
+    rank (1 for the likeliest), ids, their logprobs."""
     vocab_size = logits.shape[1]
     weights = weights_of(logits, greatest, 1.0, vocab_size)
     total = group_sums(weights).sum(dim=-1, keepdim=True)

@@ -60,15 +60,15 @@ class Slot:
     """The device's room for one lane."""
 
     cache: PagedKV
-    staging: Room  # on the host, for what was stored
+    staging: Room  # host memory for what was stored
     lane: int | None = None
     is_here: NDArray[np.bool_] = field(init=False)
     """By block, whether the slot has what the host has, or more."""
     is_unused: NDArray[np.bool_] = field(init=False)
     """Of those, what was copied in and no step has seen."""
     arrived: list[Event | None] = field(init=False)
-    """When copies in of each layer are done. None if they are."""
-    gathered: Event | None = None  # when what was stored has been read
+    """Event after the copies in of each layer, or None if they are done."""
+    gathered: Event | None = None  # after what was stored has been read
     leaving: Staged | None = None
     """What is in ``staging``, until it has its place; another lane's, perhaps."""
 
@@ -173,7 +173,7 @@ class SwappedKV:
         self.wait(len(self.slots[self._present].arrived) - 1)
 
     def leave(self, tokens: NDArray[np.int64]) -> None:
-        """The present lane's step has stored these slots [T]: they go to the host."""
+        """Send the slots [T] that the present lane's step has stored to the host."""
         slot = self.slots[self._present]
         assert slot.lane is not None
         self._place(slot)  # or it would be overwritten
@@ -209,7 +209,7 @@ class SwappedKV:
                     stream.record_event().synchronize()
 
     def _slot_for(self, lane: int) -> Slot:
-        """The one that has it; else the one that the present lane doesn't use, from now on."""
+        """Return the slot that has the lane. Or give it the slot not used by the present lane."""
         for slot in self.slots:
             if slot.lane == lane:
                 return slot
@@ -220,7 +220,7 @@ class SwappedKV:
         return slot  # what was still to arrive there is waited for all the same
 
     def _copy_in(self, slot: Slot, blocks: Blocks, *, is_early: bool = False) -> int:
-        """Have the slot get those of its lane's blocks that it lacks; how many these are."""
+        """Copy those of its lane's blocks that a slot lacks. Return their number."""
         missing = blocks[~slot.is_here[blocks]]
         if not missing.size:
             return 0
@@ -240,9 +240,9 @@ class SwappedKV:
         return len(missing)
 
     def _copy_of(self, slot: Slot, host: HostKV, blocks: Blocks) -> Callable[[int], None]:
-        """What copies these blocks of a layer from the host to the slot: run by run where runs
-        are few; else in one gather, in which the device reads the host's memory itself. A copy
-        takes 10 us to queue, and scattered blocks are thousands of runs."""
+        """Return what copies these blocks of a layer from the host to the slot: run by run if
+        runs are few; else in one gather, in which the device reads the host's memory itself. A
+        copy takes 10 us to queue, and scattered blocks are thousands of runs."""
         runs = list(stretches(blocks, slot.cache.kv.block_size))
         mapped = host.mapped if len(runs) > MAX_RUNS else None
         if mapped is None or self._gpu is None:
@@ -275,7 +275,7 @@ class SwappedKV:
         return Staged(lane, tokens, _rows(parts, staging), event)
 
     def _place(self, slot: Slot) -> None:
-        """What has left a slot gets its place on the host; waits until it is there."""
+        """Store what has left a slot in its place on the host, once it has arrived."""
         leaving, slot.leaving = slot.leaving, None
         if leaving is not None:
             leaving.wait()
