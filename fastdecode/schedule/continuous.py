@@ -50,7 +50,7 @@ class ContinuousScheduler:
         opening_steps: steps of a lane from a plan until what starts in it has its room. 0 where
             holders answer at once, else 1.
         hybrid: where one holder is the device: which sequence goes where, and which lane is whose.
-        places: which lane is for which holder. None for what ``hybrid`` says.
+        places: which lane is for which holder. None if ``hybrid`` decides.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ContinuousScheduler:
         if lane.is_planned and due:
             if not self.waiting or not all(run.is_fetching for run in due):
                 return LanePlan()
-            for run in due:  # others needn't wait for what they wait for
+            for run in due:  # others do not wait for their blocks
                 _put_off(lane, run)
         lane.is_planned = True
         lane.step += 1
@@ -155,7 +155,7 @@ class ContinuousScheduler:
                 run.is_open, run.is_fetching = True, False
 
     def rewind(self, sequence: Sequence) -> None:
-        """Run tokens of a running sequence again that are not cached any more, once its room is
+        """Run tokens of a running sequence again that are no longer cached, once its room is
         granted again. It is at rest."""
         lane = next(x for x in self.lanes if sequence.sequence_id in x.running)
         run = lane.running[sequence.sequence_id]

@@ -24,7 +24,7 @@ class Start:
     """Its room. A fork's first parts are where the parent's are."""
     parent: Sequence | None = None
     num_shared_tokens: int = 0
-    """Tokens that it needn't run."""
+    """Tokens of it that are not run again."""
     kept: tuple[tuple[bytes, ...], ...] = ()
     """Keys of the cached blocks that its first parts start with. Empty for a fork."""
     gap: range = NOTHING

@@ -18,7 +18,7 @@ from fastdecode.schedule.prefill import PrefillBudget
 from fastdecode.schedule.reserving.ledger import BlockLedger
 
 NOT_BOOKED: Final = sys.maxsize
-"""Stands for a sequence's first step, later than any: there is none."""
+"""Stands for the first step of a sequence that has none booked: later than any."""
 
 
 @dataclass(eq=False)

@@ -132,7 +132,7 @@ def test_nobody_reads_what_was_not_written_for_it_whatever_is_given_up(
         stock = chat.scheduler.ledger.cache.stock
         for holder in chat.scheduler.ledger.holders.open:
             count = data.draw(st.integers(0, 3), "given up")
-            stock.give_up(holder, min(count, len(stock[holder].idle)))
+            stock.evict(holder, min(count, len(stock[holder].idle)))
         for whose, (name, prompt) in list(running.items()):
             if name in chat.finished:
                 histories[whose] = prompt + tuple(chat.finished[name])
@@ -152,7 +152,7 @@ def test_siblings_fork_nobody_with_a_gap(data: st.DataObject, seed: int, num_lan
             chat.run_out()
         index = chat.scheduler.ledger.cache.stock[A]
         count = data.draw(st.integers(0, len(index.idle)))
-        chat.scheduler.ledger.cache.stock.give_up(A, count)
+        chat.scheduler.ledger.cache.stock.evict(A, count)
 
 
 @given(st.data(), st.integers(0, 99), st.floats(0.1, 0.5))

@@ -13,7 +13,7 @@ from drawn_hybrid import DrawnCase, draw, judge, simulate
 
 from examples import examples
 from fastdecode.core.config.groups import Batching
-from fastdecode.schedule.hybrid.control import HybridGuard, HybridOptions
+from fastdecode.schedule.hybrid.control import HybridCounts, HybridGuard, HybridOptions
 from fastdecode.schedule.hybrid.forecast import (
     Costs,
     Course,
@@ -231,11 +231,12 @@ class Watched:
     """A watch, by windows of steps of 10 sequences, expected to take 10 ms each."""
 
     def __init__(self) -> None:
-        self.watch = HybridGuard()
+        self.counts = HybridCounts()
+        self.watch = HybridGuard(self.counts)
         self._now_s = 0.0
 
     def window(self, step_s: float, *, num_away: int = 0, is_full: bool = True) -> bool:
-        """Whether the way is closed after it."""
+        """Return True if the way is closed after it."""
         for _ in range(65):
             if num_away:
                 self.watch.away_step(num_away)
@@ -249,7 +250,7 @@ def test_the_watch_closes_the_way_where_all_get_slower() -> None:
     assert not watched.window(0.010)
     assert not watched.window(0.015, num_away=6)  # 16 in 15 ms: more than 10 in 10
     assert watched.window(0.015, num_away=3)  # 13 in 15 ms
-    assert watched.watch.num_closed == 1
+    assert watched.counts.num_closed == 1
     for _ in range(5):
         watched.window(0.010)
     assert not watched.watch.is_closed

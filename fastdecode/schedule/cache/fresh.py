@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from typing import Final
 
 _WORTH_IT: Final = 16
-"""One of as many prompt tokens must be a hit, or missed as it was evicted to save memory, for all
-memory to be worth it."""
+"""One prompt token in ``_WORTH_IT`` must be a hit, or missed because it was evicted to save memory:
+then all memory may be used."""
 _MOST_GHOSTS: Final = 1 << 14
 
 
@@ -29,7 +29,7 @@ class FreshMemory:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._peak_tokens = 0
-        self._ghosts: OrderedDict[bytes, None] = OrderedDict()  # given up to save memory
+        self._ghosts: OrderedDict[bytes, None] = OrderedDict()  # evicted to save memory
         self._num_asked = 0
         self._num_worth = 0
 
@@ -39,7 +39,7 @@ class FreshMemory:
         Args:
             keys: keys of its full blocks that were missing.
             num_tokens: its tokens.
-            num_hit: those of them that needn't run.
+            num_hit: tokens that are not run again.
         """
         missed = [key for key in keys if key in self._ghosts]
         for key in missed:
@@ -56,7 +56,7 @@ class FreshMemory:
         most = self._peak_tokens // self._block_size
         return max(0, most - num_cached_tokens // self._block_size - num_running)
 
-    def gave_up(self, keys: Iterable[bytes]) -> None:
+    def evicted(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             self._ghosts[key] = None
         while len(self._ghosts) > _MOST_GHOSTS:

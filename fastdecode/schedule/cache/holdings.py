@@ -3,7 +3,7 @@ start with.
 
 Which holder has which block is decided here, on the S-worker: holders learn it by messages
 (``Stock``). Blocks that running sequences use are never evicted. Blocks behind a missing one stay
-of use: a sequence starts with both, and runs the tokens of its **gap** first, together with those
+useful: a sequence starts with both, and runs the tokens of its **gap** first, together with those
 that are new. Split sequences have no gaps: of their blocks only ends are evicted.
 
 A sequence that is handed over **offers** its blocks: it uses them, by their keys, until its end.
@@ -44,7 +44,7 @@ class _HeldPart:
     tail: bytes | None = None
     """Key of the block that is copied when the sequence's first token runs."""
     beside: list[bytes] = field(default_factory=list)
-    """Keys of blocks that it offers, and of which it has a copy of its own."""
+    """Keys of blocks that it offers, and of which it has its own copy."""
     is_turns_tail: bool = False
     """True if that block is the tail of the turn before this one."""
     passing: bytes | None = None
@@ -64,7 +64,7 @@ class _HeldPart:
 
     @property
     def num_copied(self) -> int:
-        """Count the blocks that it uses, and of which it has, or will have, a copy of its own."""
+        """Count the blocks that it uses, and of which it has, or will have, its own copy."""
         return len(self.beside) + (self.tail is not None)
 
     def next_blocks(self, num_full: int) -> range:
@@ -105,7 +105,7 @@ class Holdings:
         self._answered: set[SequenceId] = set()  # turns of conversations that were answered
         self._num_copied = Counter[HolderId]()  # of running sequences' parts
         self._ends: dict[bytes | None, set[int]] = {}
-        """Where chains of resumed sessions end in a tail: key of the block before → tokens."""
+        """Tails in which chains of resumed sessions end: key of the block before → tokens."""
         self.computing: Final[dict[SequenceId, set[bytes]]] = {}
         """Keys of the blocks that running sequences compute before they draw."""
 
@@ -119,7 +119,7 @@ class Holdings:
         """Evict blocks until the others fit into ``num_unreserved``."""
         lacking = self.num_beside(holder) - num_unreserved
         if lacking > 0:
-            self.stock.give_up(holder, lacking)
+            self.stock.evict(holder, lacking)
 
     def reuses(self, sequence: Sequence, sizes: Seq[int]) -> list[Reuse]:
         """Return what the sequence could start with, most tokens first.
@@ -175,7 +175,7 @@ class Holdings:
         self.stock.fresh.started(missing, len(sequence.token_ids), num_hit)
 
     def _start_with(self, parts: list[_HeldPart], reuse: Reuse, keys: list[bytes]) -> list[bytes]:
-        """Return the keys of the sequence's full blocks that it lacks. ``keys``: of all of them."""
+        """Return the keys of the sequence's full blocks that it lacks. ``keys``: keys of all."""
         size, first = self.block_size, reuse.first_token // self.block_size
         gap = range(reuse.gap.start // size, reuse.gap.stop // size)
         own_gap = shifted(gap, -first)
@@ -302,7 +302,7 @@ class Holdings:
         return tuple([replace(part, num_tokens=count) for part, count in counts if count > 0])
 
     def answered(self, sequence: Sequence) -> None:
-        """Note that a running sequence has come to its end."""
+        """Note that a running sequence has reached its end."""
         is_turn = sequence.request.cache.turn is not None and self.chains.is_shared(sequence)
         if is_turn and not sequence.is_spoilt:
             self._answered |= self._held.keys() & {sequence.sequence_id}
@@ -346,8 +346,8 @@ class Holdings:
             index.lease(own[-1])
 
     def end_conversation(self, token_ids: Seq[int], salt: str) -> None:
-        """End a conversation, the last of whose tokens was never run, and drop the idle blocks that
-        no other has."""
+        """End a conversation, whose last token was never run, and drop the idle blocks that no
+        other has."""
         keys = self.chains.of_tokens(token_ids[:-1], salt)
         for holder in self.stock.holders if keys else ():
             self.stock[holder].end_turn(keys[-1])
@@ -395,7 +395,7 @@ class Holdings:
         return any(part.behind for part in self._held.get(sequence.sequence_id, ()))
 
     def lose_parts(self, sequence: Sequence, holder: HolderId) -> None:
-        """Note that a holder has no part of a running sequence any more."""
+        """Note that a holder has lost its parts of a running sequence."""
         for part in self._held.get(sequence.sequence_id, ()):
             part.is_lost |= part.holder == holder
 

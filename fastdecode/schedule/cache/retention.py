@@ -22,7 +22,7 @@ from fastdecode.schedule.cache.costs import FLAT_TO_HALF, CostTable
 
 POLICIES: Final = ("retention", "lru", "size-idle")
 _INSTANT_S: Final = 1e-9  # least idle time
-_BEYOND_ALL_TOKENS: Final = float(1 << 25)  # no sequence is as long
+_BEYOND_ALL_TOKENS: Final = float(1 << 25)  # more than any sequence has
 
 Values: TypeAlias = NDArray[np.float64]
 

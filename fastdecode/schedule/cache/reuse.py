@@ -1,4 +1,4 @@
-"""What cached blocks a sequence could start with."""
+"""Cached blocks that a sequence could start with."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Reuse:
     token."""
 
     holders: tuple[HolderId, ...]
-    """Where the sequence's first parts have to be."""
+    """Holders of the sequence's first parts."""
     keys: tuple[tuple[bytes, ...], ...]
     """Blocks of each of those parts that are there: all of it but in the last."""
     num_tokens: int
-    """Tokens that needn't run: all but the last token of the sequence at most."""
+    """Tokens that are not run again: at most all but the sequence's last."""
     credit: Mapping[HolderId, int]
-    """Blocks of each holder that it needn't have room for."""
+    """Blocks of each holder that need no room."""
     num_blocks: int
     """Its full blocks up to where what is there ends, the gap's and the unseen ones included."""
     has_tail: bool = False
@@ -34,7 +34,7 @@ class Reuse:
     gap: range = NOTHING
     """Tokens that are missing, whole blocks, with others behind them that are there."""
     first_token: int = 0
-    """No layer sees the tokens before it, whole blocks. They needn't be there."""
+    """First token that a layer sees, at a block's start. Blocks before it may be missing."""
     sources: tuple[KVSource, ...] = ()
     """Other engines' R-workers that keep what is missing of these blocks."""
 
@@ -86,7 +86,7 @@ def reuses(
         keys: keys of its first blocks, all of them full.
         sizes: tokens to reserve for each of its parts.
         most_tokens: tokens that it could be spared.
-        with_tail: the last block is not full, and what does not end with it is of no use.
+        with_tail: the last block is not full, and only what ends with it counts.
     """
     if len(sizes) == 1:
         found = [_wholes(stock, holder, keys, most_tokens, with_tail) for holder in stock.holders]
@@ -165,7 +165,7 @@ def _wholes(
 
 def leading_blocks(stock: Stock, index: Index, keys: Seq[bytes], most_tokens: int) -> range:
     """Return the blocks of a chain with which a sequence can start without a gap: its first ones,
-    or, as many as are there, those that are seen from behind them."""
+    or a later run of blocks that has all that tokens behind it see."""
 
     def num_unseen(num_blocks: int) -> int:
         return stock.window.num_unseen(min(num_blocks * stock.block_size, most_tokens))
@@ -188,8 +188,8 @@ def _stretches(index: Index, keys: Seq[bytes], first: int) -> Iterator[range]:
 
 
 def _parts(stock: Stock, keys: Seq[bytes], sizes: Seq[int]) -> list[tuple[HolderId, Seq[bytes]]]:
-    """Place each part of a split sequence on the holder that has most of it, as long as that has
-    all of it."""
+    """Place a split sequence's parts, each on the holder that has most of it, up to the first part
+    that no holder has whole."""
     parts: list[tuple[HolderId, Seq[bytes]]] = []
     for size in sizes:
         num_blocks = -(-size // stock.block_size)

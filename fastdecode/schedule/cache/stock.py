@@ -134,7 +134,7 @@ class Stock:
             index.release([key], self.now_s())
 
     def name_tail(self, part: Part, key: bytes, before: bytes | None, num_tokens: int) -> bool:
-        """Do the same for a sequence that still uses it. Return False if another block has the
+        """Name that block for a sequence that still uses it. Return False if another block has the
         key."""
         index = self._indices[part.holder]
         if key in index:
@@ -159,12 +159,12 @@ class Stock:
             self._drop_below(holder, filter(index.is_stored, keys))
         self.forget(holder, index.release(keys, self.now_s()))
 
-    def give_up(self, holder: HolderId, count: int) -> None:
+    def evict(self, holder: HolderId, count: int) -> None:
         """Evict up to ``count`` idle blocks of a holder."""
         self.forget(holder, self._indices[holder].evict(count, self.now_s()))
 
     def drop(self, holder: HolderId, keys: Seq[bytes]) -> None:
-        """Drop what only one chain has, from memory and from the lower tier."""
+        """Drop blocks that only one chain has, from memory and from the lower tier."""
         self._drop(holder, self._indices[holder].drop(keys))
 
     def drop_own(self, holder: HolderId, keys: Seq[bytes]) -> None:
@@ -194,7 +194,7 @@ class Stock:
             if not gone:
                 return
             self.forget(holder, gone)
-            self.fresh.gave_up(gone)
+            self.fresh.evicted(gone)
             excess -= len(gone)
 
     def forget(self, holder: HolderId, keys: Seq[bytes]) -> None:

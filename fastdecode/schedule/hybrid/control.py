@@ -64,10 +64,10 @@ class HybridOptions:
 
 @dataclass
 class HybridCounts:
-    """How often steps ran in each mode, and how often the guard closed the way."""
+    """Steps in each mode, and how often the guard closed the way."""
 
     steps: Counter[str] = field(default_factory=Counter)
-    """Of the home lane, and of others while it is empty: gpu-only, mixed, split-1, R-only."""
+    """Steps of the home lane, and of others while it is empty: gpu-only, mixed, split-1, R-only."""
     num_closed: int = 0
 
 
@@ -78,8 +78,8 @@ class HybridGuard:
     right while the device was alone.
     """
 
-    def __init__(self) -> None:
-        self.num_closed = 0
+    def __init__(self, counts: HybridCounts) -> None:
+        self._counts = counts
         self._is_right: float | None = None  # measured over predicted rate of the device alone
         self._closed_for = 0
         self._before_s: float | None = None
@@ -127,7 +127,7 @@ class HybridGuard:
             self._is_right = measured / alone
         elif self._is_right is not None and measured < _MIN_RATE * self._is_right * alone:
             self._closed_for = _CLOSED_STEPS
-            self.num_closed += 1
+            self._counts.num_closed += 1
 
     def _restart(self) -> None:
         self._num_steps = self._num_home_tokens = self._num_away_tokens = 0
@@ -140,7 +140,7 @@ class HybridControl:
 
     Args:
         times: Step times, as far as they are measured.
-        max_num_sequences: Sequences that run at once, at most.
+        max_num_sequences: Most sequences that run at once.
     """
 
     def __init__(
@@ -157,14 +157,14 @@ class HybridControl:
         self._max_num_sequences = max_num_sequences
         self._view: Callable[[], View] = lambda: ((), ())
         self._course = Course(Layout.SPLIT)
-        self._leaving: set[SequenceId] = set()  # those that may go to R-workers by now
+        self._leaving: set[SequenceId] = set()  # those that may go to R-workers
         self._num_lanes = 1
         self._num_home_steps = self._num_away_steps = 0
         self._asked_at = self._parted_at = -EVERY  # steps of the home lane
         self._ask_at_s = -math.inf
         self._asked_for = (-1, -1)  # sequences that ran and waited
-        self._guard = HybridGuard()
         self.counts = HybridCounts()
+        self._guard = HybridGuard(self.counts)
 
     def attach(self, view: Callable[[], View]) -> None:
         """Take what gives the running and waiting sequences."""
@@ -180,7 +180,7 @@ class HybridControl:
             return
         lanes, waiting = self._view()
         numbers = sum(len(lane.running) for lane in lanes), len(waiting)
-        if numbers != self._asked_for:  # otherwise none has come, started or ended since
+        if numbers != self._asked_for:  # otherwise none has arrived, started or ended since
             self._asked_for = numbers
             self._ask()
 
@@ -250,7 +250,6 @@ class HybridControl:
             has_home = any(lane.reserved_tokens[self._device] for lane in lanes)
             mode = "R-only" if not has_home else "mixed" if len(lanes) == 1 else "split-1"
             self.counts.steps["gpu-only" if is_alone else mode] += 1
-            self.counts.num_closed = self._guard.num_closed
             self._num_home_steps += 1
         if lane == 0 and num_decoding and (costs := self._costs()) is not None:
             expected_s = costs.home_s(num_decoding, loads.get(self._device, 0))
@@ -349,7 +348,7 @@ class HybridControl:
 
     @property
     def _r_workers(self) -> Seq[HolderId]:
-        """Those that are not lost, and have room for anything."""
+        """R-workers on which sequences may start."""
         return [h for h in self._ledger.holders.open if h != self._device]
 
     def _running(self, run: RunningSequence) -> Work:

@@ -7,9 +7,9 @@ one end of a sequence to the next, in a microsecond or two for each.
 
 The rule compares whole courses: leave what waits to the device, or send some of it away now. It
 goes only if all is done sooner, the device's time for it counted ``least_gain`` times more than
-it is. The course once taken is among those that are compared next. So as long as costs are what
-they are taken for, KV on both sides is never slower than on the device alone. While costs are
-guessed, a course must pay under the worst of what they may be.
+it is. The course once taken is among those that are compared next. So while costs are as
+forecast, KV on both sides is never slower than on the device alone. While costs are guessed, a
+course must pay under the worst of what they may be.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ROUNDS = 3  # in which the mean load of a span, and its length, are found
 LEAST_GAIN = 0.06
 """Away sequences count this part more. Another layout must save this part of the time."""
 _MAX_ENDS = 64
-"""Sequences' ends that a forecast of the rule tells apart."""
+"""Most different ends of sequences in a forecast of the rule."""
 
 
 class Layout(Enum):
@@ -45,7 +45,7 @@ class Layout(Enum):
 
 @dataclass(frozen=True)
 class Work:
-    """What is left to do of a sequence."""
+    """Remaining work of a sequence."""
 
     num_steps: int  # tokens that it is still to draw
     num_cached: int  # tokens that it has cached when it draws the first of them
@@ -56,10 +56,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Guess:
-    """What is assumed of R-workers, slow ones, before one has attended anything."""
+    """Assumed speed of R-workers, a low one, until one has attended anything."""
 
-    token_bytes: float  # of a cached token, over all layers
-    bytes_per_s: float = 50e9  # that each R-worker reads
+    token_bytes: float  # bytes of a cached token, over all layers
+    bytes_per_s: float = 50e9  # bytes that each R-worker reads in a second
     round_trip_s: float = 0.01  # for all layers
 
 
@@ -75,14 +75,14 @@ class Costs:
     """The busiest R-worker's attention, by all R-workers' sequences and cached tokens."""
     round_trip_s: float
     away_weight: float = 1.0
-    """How many times away sequences count in the S-part."""
+    """Weight of away sequences in the S-part."""
 
     @classmethod
     def of(
         cls, times: StepTime, device: HolderId, room: Mapping[HolderId, int], guess: Guess | None
     ) -> Costs:
         """Take costs from step times. R-workers are filled evenly by their ``room``, up to a
-        sequence. ``guess``: for times of R-workers that are not known."""
+        sequence. ``guess`` replaces times of R-workers that are not known."""
         in_all, trip_s = max(1, sum(room.values())), times.trip_s(1)
 
         def attention_s(worker: HolderId, load: int) -> float:
@@ -101,7 +101,7 @@ class Costs:
         return cls(times.s_part_s, device_s, r_part, trip_s)
 
     def home_s(self, num_sequences: int, load: float) -> float:
-        """A step of those at home, alone on the device."""
+        """Return the time of a step of home sequences, alone on the device."""
         return self.s_part(num_sequences) + self.device(load)
 
     def scaled(self, s_part: float, device: float, away: float) -> Costs:
@@ -125,19 +125,19 @@ class Known:
     home_blocks: int  # of the device, in all
     away_blocks: tuple[int, ...]  # of each R-worker, in all
     away_free: tuple[int, ...]  # of each R-worker, not reserved
-    most_running: int  # sequences that run at once, at most
+    most_running: int  # most sequences that run at once
 
 
 @dataclass(frozen=True)
 class Course:
-    """What is done from now on."""
+    """A choice that the rule compares: the layout, and where waiting sequences go."""
 
     layout: Layout
     num_away: int = 0
     """Leading waiting sequences that go to R-workers now, up to one that starts at home
     (``num_leaving``). The others wait for the device."""
     home_is_open: bool = True
-    """False: R-workers take all new sequences."""
+    """If False, R-workers take all new sequences."""
 
 
 class Paces(NamedTuple):
@@ -180,7 +180,7 @@ class _Side:
         self._is_away = is_away
         self.step = 0.0
         self.max_blocks = max(blocks, default=0)  # that a sequence may have here
-        # When each ends, its blocks, its cached tokens without one a step, and its holder.
+        # End, blocks, cached tokens less one per step, and holder of each.
         self.ends: list[tuple[float, int, float, int]] = []
         self._base, self._num_prompt = 0.0, 0
         self._free = list(blocks)
@@ -193,7 +193,7 @@ class _Side:
         return max(self._free, default=0)
 
     def add(self, work: Work) -> None:
-        """Let it step from now on, where most is free."""
+        """Add a sequence on the holder with most free blocks."""
         holder = max(range(len(self._free)), key=self._free.__getitem__)
         base = work.num_cached - self.step
         heappush(self.ends, (self.step + work.num_steps, work.num_blocks, base, holder))
@@ -211,7 +211,7 @@ class _Side:
         return self.ends[0][0] - self.step
 
     def take_prompts(self) -> int:
-        """Return the tokens, beyond one a sequence, of those started since the last call."""
+        """Return the tokens, beyond one each, of sequences started since the last call."""
         num_prompt, self._num_prompt = self._num_prompt, 0
         return num_prompt
 
@@ -337,7 +337,7 @@ def _courses(known: Known, now: Course) -> Iterator[Course]:
     most = _num_startable(known)
     if not most and not known.away:
         return
-    # All for whom there is room, half of them, … one.
+    # All that there is room for, half of them, … one.
     numbers = [most >> i for i in range(most.bit_length())]
     if known.away and most:
         for number in numbers:

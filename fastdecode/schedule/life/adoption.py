@@ -17,11 +17,7 @@ from fastdecode.core.holders import HolderId, Part, PartId, SequenceId
 from fastdecode.schedule.holder_states import HolderState
 from fastdecode.schedule.life.endings import Endings
 from fastdecode.schedule.life.events import Ask, TakenOver, TakeOver
-from fastdecode.schedule.life.sequences import (
-    PendingAction,
-    SequenceRecord,
-    SequenceState,
-)
+from fastdecode.schedule.life.sequences import PendingAction, SequenceRecord, SequenceState
 from fastdecode.wire.blocks import Extend, Truncate
 
 _UNDER_WAY: Final = HolderState.LEAVING, HolderState.INTERRUPTED, HolderState.ASKED

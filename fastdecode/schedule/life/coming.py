@@ -11,11 +11,7 @@ from fastdecode.core.sequence import COMING, Sequence
 from fastdecode.schedule.life.endings import Endings
 from fastdecode.schedule.life.events import Drawn
 from fastdecode.schedule.life.handing import Handing
-from fastdecode.schedule.life.sequences import (
-    PendingAction,
-    SequenceRecord,
-    SequenceState,
-)
+from fastdecode.schedule.life.sequences import PendingAction, SequenceRecord, SequenceState
 
 
 class ComingTokens:

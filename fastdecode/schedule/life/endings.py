@@ -27,9 +27,9 @@ class Endings:
         """Instructions that follow from the present event."""
         self._cache = scheduler.ledger.cache
         self.looks_for_room = False
-        """Some waiting sequences may fit nowhere any more."""
+        """True if some waiting sequences may no longer fit anywhere."""
         self.was_refused = False
-        """A holder refused room, and nothing was freed since then."""
+        """True if a holder refused room, and nothing was freed since then."""
 
     def finish(self, life: SequenceRecord, reason: FinishReason) -> None:
         """Finish a sequence whose last token is known."""
@@ -45,7 +45,7 @@ class Endings:
         self.settle(life)
 
     def drop(self, request_id: str, error: FastDecodeError | None = None) -> None:
-        """End a request, and all of its sequences. ``error``: what its client is told, if any."""
+        """End a request, and all of its sequences. ``error``: sent to its client, if any."""
         if error is not None:
             self.out.append(Fail(request_id, error))
         for life in self.table.by_request.pop(request_id):
@@ -80,7 +80,7 @@ class Endings:
             self.looks_for_room = True
 
     def set_aside(self, life: SequenceRecord) -> None:
-        """Close what is open of a sequence, that waits again, or is over."""
+        """Close what is open of a sequence that waits again, or is over."""
         self.close(life)
         self.table.cache(life, 0)
         life.sequence.residence = None

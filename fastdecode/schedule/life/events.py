@@ -15,7 +15,7 @@ from fastdecode.wire.blocks import Close, Extend, MoveNews, Open, Truncate
 
 @dataclass(frozen=True)
 class Submitted:
-    """A request has arrived; its id is none of the unfinished ones'."""
+    """A request has arrived. No unfinished request has its id."""
 
     request: Request
 
@@ -58,7 +58,7 @@ class Drawn(NamedTuple):
     sequence: Sequence
     token_id: int = -1
     finish_reason: FinishReason | None = None
-    """Why it is over, if its text says so. At its greatest length a sequence is over anyway."""
+    """Why it ends, if its text ends it. At its greatest length a sequence ends anyway."""
     error: FastDecodeError | None = None
 
 
@@ -119,14 +119,14 @@ class TakenOver:
 
 @dataclass(frozen=True)
 class Reopened:
-    """Sequences may start on a holder that a neighbour took over: there is no other."""
+    """Sequences may start on a holder that a neighbour took over, since no other is left."""
 
     holder: HolderId
 
 
 @dataclass(frozen=True)
 class Joined:
-    """An empty holder replaces a lost one, of which no sequence has a part any more."""
+    """An empty holder replaces a lost one, on which no sequence has a part."""
 
     holder: HolderId
     num_blocks: int
@@ -158,7 +158,7 @@ BetweenSteps: TypeAlias = (
     "Submitted | Opened | Refused | Lost | Interrupted | Leaving | TakenOver | Reopened | Joined | "
     "Cancelled | Ended | Regrouped | MoveNews"
 )
-"""Events that are no part of a lane's step."""
+"""Events that are not part of a lane's step."""
 Event: TypeAlias = "LaneIdle | LaneReady | StepDone | Came | BetweenSteps"
 
 

@@ -15,24 +15,20 @@ from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.schedule.life.endings import Endings
 from fastdecode.schedule.life.events import HandOver, HasFetched
-from fastdecode.schedule.life.sequences import (
-    PendingAction,
-    SequenceRecord,
-    SequenceState,
-)
+from fastdecode.schedule.life.sequences import PendingAction, SequenceRecord, SequenceState
 
 HANDED_OVER_LOST: Final = "handed_over_lost"
-"""Code of what a request ends with whose prompt can't be fetched any more."""
+"""Error code of a request whose prompt can no longer be fetched."""
 
 
 class Handing:
-    """Both kinds."""
+    """Sequences of both kinds."""
 
     def __init__(self, endings: Endings) -> None:
         self._endings, self._scheduler = endings, endings.scheduler
         self._table, self._grants, self._out = endings.table, endings.grants, endings.out
         self._failed: set[str] = set()
-        """Requests of whose prompts a part could not be fetched."""
+        """Requests with a part of the prompt that could not be fetched."""
 
     @property
     def has_exported(self) -> bool:
@@ -41,7 +37,7 @@ class Handing:
 
     def started(self, life: SequenceRecord, *, has_failed: bool = False) -> None:
         """Note that a sequence has its first tokens, or that they could not be fetched. What is
-        offered is needed as long as any of its siblings may start with it."""
+        offered is needed while any of its siblings may start with it."""
         sequence, request = life.sequence, life.sequence.request
         if not sequence.sources:
             return

@@ -55,7 +55,7 @@ class Lifecycle:
     """See the module.
 
     Args:
-        scheduler: decides who starts where, and what runs.
+        scheduler: decides which sequence starts where, and what runs.
         joins_early: sequences step while blocks with which they start are still fetched.
     """
 
@@ -105,7 +105,7 @@ class Lifecycle:
         return instructions
 
     def _take(self, event: BetweenSteps) -> None:
-        """Take an event that is no part of a lane's step."""
+        """Take an event that is not part of a lane's step."""
         match event:
             case Opened():
                 self._opened(event.part_id)
@@ -226,7 +226,7 @@ class Lifecycle:
         asked = self.grants.refused(event.part_id)
         life, part = asked.life, asked.part
         self.sequences.tell(life, f"refused by {event.peer}: {event.message}")
-        if life.pending is PendingAction.RECOVER:  # a part can't be cut, or enlarged, any more
+        if life.pending is PendingAction.RECOVER:  # a part can no longer be cut, or enlarged
             self.endings.recompute(life)
             self.adoptions.proceed(life)
             return

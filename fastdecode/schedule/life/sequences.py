@@ -23,7 +23,7 @@ Each change of state goes through ``SequenceTable.move``, which refuses any othe
 What happens to a sequence while a step of it is in flight, or while something
 that was asked for it isn't answered, is **pending** (``PendingAction``): it is
 carried out when the sequence is **at rest**. Only then is it known what has to be
-closed, and nobody writes to it any more.
+closed, and no step writes to it.
 """
 
 from __future__ import annotations
@@ -77,17 +77,17 @@ class PendingAction(Enum):
 
     REQUEUE = "requeue"
     RECOVER = "recover"
-    """It goes on with what a replica has of it, when that is known."""
+    """It continues with what a replica has of it, when that is known."""
     DROP = "drop"
 
 
 @dataclass(eq=False)
 class SequenceRecord:
-    """Of one sequence."""
+    """State of one sequence."""
 
     sequence: Sequence
     longest: int
-    """Tokens that it may come to."""
+    """Most tokens that it may have."""
     lane: int = 0
     """The lane in which it starts."""
     state: SequenceState = SequenceState.WAITING
@@ -96,12 +96,12 @@ class SequenceRecord:
     opened: dict[PartId, Part] = field(default_factory=dict)
     unanswered: set[PartId] = field(default_factory=set)
     fetching: Start | None = None
-    """How it starts, or has started, while blocks of it are fetched."""
+    """Its start, while blocks of it are fetched."""
     awaits: set[int] = field(default_factory=set)
     """Jobs that fetch them."""
 
     def stop_awaiting(self) -> None:
-        """No blocks are coming for it any more."""
+        """Note that it waits for no blocks."""
         self.fetching = None
         self.awaits.clear()
 

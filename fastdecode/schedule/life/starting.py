@@ -23,31 +23,27 @@ from fastdecode.core.sequence import shifted
 from fastdecode.schedule.life.endings import Endings
 from fastdecode.schedule.life.events import Ask
 from fastdecode.schedule.life.handing import Handing
-from fastdecode.schedule.life.sequences import (
-    PendingAction,
-    SequenceRecord,
-    SequenceState,
-)
+from fastdecode.schedule.life.sequences import PendingAction, SequenceRecord, SequenceState
 from fastdecode.schedule.plan import Chunk, Start, num_in_prompts
 from fastdecode.wire.blocks import Done, Open, Progress, keys_of, words_of
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How far a fetch has come."""
+    """Progress of a fetch."""
 
     share: float
     """Share of the layers, the first ones, that are there."""
     a_group: float
-    """Most of them that come at once."""
+    """Largest share of the layers that comes at once."""
     seconds: float
     """Time that they took."""
 
     def comes_in_time(self, step_s: float, until_step_s: float = 0.0) -> bool:
-        """Return True if every layer is there when a step attends it, if the others take as long.
+        """Return True if every layer is there when a step attends it, at the pace so far.
 
         Args:
-            step_s: seconds of the step, each layer as long.
+            step_s: seconds of the step, shared evenly by its layers.
             until_step_s: seconds until it begins.
         """
         all_s = self.seconds / self.share
@@ -63,7 +59,7 @@ class Pace:
 
 
 Awaiting: TypeAlias = tuple[SequenceRecord, Start]
-"""A sequence, and as which it starts."""
+"""A sequence, and its start."""
 
 
 class Starting:
@@ -83,7 +79,7 @@ class Starting:
         self._ends_s: dict[int, float] = {}  # by lane: of the step under way
         self._beside: set[int] = set()  # lanes whose step began while some sequence waited
         self.was_beside = False
-        """A sequence waited for blocks while the step ran that was over last."""
+        """True if a sequence waited for blocks while the last step ran."""
 
     def begin_step(self, lane: int, chunks: Seq[Chunk]) -> None:
         """Foresee when a lane's step, which begins, is over."""
@@ -157,7 +153,7 @@ class Starting:
             self._open(life, start)
 
     def joining(self, event: Progress) -> list[Awaiting]:
-        """Return who joins now that more of a job's layers are there."""
+        """Return the sequences that join now that more of a job's layers are there."""
         before = self._paces.get(event.job)
         share = event.num_there / event.num_layers
         a_group = share if before is None else before.a_group

@@ -1,4 +1,4 @@
-"""Which holders are for which lane."""
+"""Choice of holders for the sequences of each lane."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastdecode.core.sequence import Sequence
 
 
 class HolderChoice(Protocol):
-    """Says where a sequence that starts may go."""
+    """Chooses where a sequence that starts may go."""
 
     def among(
         self, lane: int, sequence: Sequence, tiers: Seq[Seq[HolderId]]
@@ -25,7 +25,7 @@ class HolderChoice(Protocol):
 
 
 class OwnHolders:
-    """Each lane has a holder of its own, which has the lane's number."""
+    """Each lane has its own holder, with the lane's number."""
 
     def of_lane(self, lane: int, capacity: tuple[int, ...]) -> tuple[int, ...]:
         """Return the tokens that each holder has room for, of this lane's sequences."""

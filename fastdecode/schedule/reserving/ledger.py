@@ -124,7 +124,7 @@ class BlockLedger:
             credit: blocks of holders that need no room, since they are cached.
 
         Returns:
-            Lists of holders that have as many of its parts. An empty list if there is room nowhere.
+            Lists of holders with equally many of its parts. An empty list if none has room.
         """
         part = len(placed)
         taken: Counter[HolderId] = Counter()

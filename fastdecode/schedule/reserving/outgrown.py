@@ -1,7 +1,7 @@
 """Running sequences that outgrow what was forecast for them.
 
 A sequence reserves blocks for the length that is forecast for it. If it gets longer, it reserves
-more. If there is no more, the latest arrivals of its lane are suspended: their blocks are freed,
+more. If no room is left, the latest arrivals of its lane are suspended: their blocks are freed,
 and they return to their places in the queue, to be recomputed. Where forecasts are upper bounds,
 no sequence is suspended.
 """
@@ -68,7 +68,7 @@ class Outgrown:
         return 0, suspended
 
     def _grow(self, run: RunningSequence, part: Part) -> int:
-        """Return the tokens that it has room for then, 0 if there is no more."""
+        """Return the tokens that it has room for then, 0 if no room is left."""
         sequence = run.sequence
         shape = self._ledger.shape
         next_block = shape.block_size * shape.blocks_for(sequence.num_cached + 1)

@@ -41,7 +41,7 @@ class Wish:
     """Steps until then. 0 for the one that is planned."""
     parent: RunningSequence | None = None
     reuse: Reuse | None = None
-    """The cached blocks that it starts with, if it is no fork."""
+    """The cached blocks that it starts with, if it is not a fork."""
     num_shared: int = 0
     """Tokens that its parent has, or cached blocks."""
     first_token: int = 0
@@ -91,7 +91,7 @@ class Starts:
     Args:
         ledger: counts what is reserved.
         lengths: forecasts what is to be reserved, and the load.
-        places: says which holders are for which lane. None if all are for all.
+        places: chooses holders for each lane. None if each lane may use all.
         first_part_id: number of the first part.
     """
 
@@ -128,7 +128,7 @@ class Starts:
             if not sibling.is_open or parent.num_cached < num_shared or parent.behind_gap:
                 return None
             if self._ledger.cache.awaited(parent):
-                return None  # it may turn out that it hasn't got them
+                return None  # it may never get them
             first = sibling.residence.parts[0].first_token
             if first <= self._ledger.cache.stock.window.unseen_tokens(num_shared):
                 wish = self._wish(sequence, ahead, recompute, sibling, num_shared)
@@ -184,7 +184,7 @@ class Starts:
                 return None
             for reuse in self._worth_it(lane, found):
                 if reuse.first_token and wish.sequence.request.hands_over:
-                    continue  # whoever it is handed over to fetches all of it
+                    continue  # the engine that continues it fetches all of it
                 started = replace(wish, reuse=reuse, num_shared=reuse.num_tokens)
                 if cache.is_coming(wish.sequence, (reuse,)):
                     return None
@@ -196,8 +196,8 @@ class Starts:
         return self._meet(lane, wish)
 
     def _worth_it(self, lane: Lane, found: Seq[Reuse]) -> list[Reuse]:
-        """Return the reuses on holders that are not much busier than others, most tokens first, of
-        as many tokens the least busy holder."""
+        """Return the reuses on holders that are not much busier than others, most tokens first,
+        those of equally many tokens by how busy the holder is."""
         options = [(reuse, self._busier(lane, reuse.holders[0])) for reuse in found]
         options.sort(key=lambda option: (-option[0].num_tokens, option[1]))
         return [
