@@ -32,11 +32,7 @@ from fastdecode.wire.traits import Role
 from rworker.blocks.appending import Appended, past_of
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES, KVStore
 from rworker.blocks.moving import Moving
-from rworker.checks import (
-    check_arrays,
-    check_counts,
-    checked_keys,
-)
+from rworker.checks import check_arrays, check_counts, checked_keys
 from rworker.stream.arriving_sequences import ArrivingSequences
 
 

@@ -8,12 +8,7 @@ from numpy.typing import NDArray
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
 from fastdecode.wire.blocks import keys_of
-from fastdecode.wire.messages import (
-    MAX_STEP_TOKENS,
-    PROTOCOL_VERSION,
-    BeginStep,
-    Hello,
-)
+from fastdecode.wire.messages import MAX_STEP_TOKENS, PROTOCOL_VERSION, BeginStep, Hello
 
 _BEYOND = (
     f"num_beyond must be at least 0, and no sequence is longer than {MAX_SEQUENCE_TOKENS} tokens"

@@ -73,13 +73,7 @@ from rworker.step_plan import attend, begin_step, copies
 from rworker.stream.changes import Change
 from rworker.stream.checks import expect_tokens, fetch_chunk, store_chunk
 from rworker.stream.taking_over import nothing_of, take_over, truncate, wanted_of
-from rworker.transfers.orders import (
-    about_tier,
-    link_for,
-    links_over,
-    read_blocks,
-    to_restore,
-)
+from rworker.transfers.orders import about_tier, link_for, links_over, read_blocks, to_restore
 
 
 @dataclass

@@ -12,13 +12,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.blocks import (
-    MAX_CHUNK_BYTES,
-    MAX_PIECES,
-    ChunkForm,
-    FetchChunk,
-    StoreChunk,
-)
+from fastdecode.wire.blocks import MAX_CHUNK_BYTES, MAX_PIECES, ChunkForm, FetchChunk, StoreChunk
 from fastdecode.wire.codec import Array
 from rworker.stream.chunks import ChunkShape, layout_of
 from rworker.stream.pieces import Piece

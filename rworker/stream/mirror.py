@@ -28,21 +28,8 @@ from msgspec.structs import replace
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.blocks import (
-    ChunkStored,
-    ExpectTokens,
-    Forget,
-    Name,
-    StoreChunk,
-    words_of,
-)
-from fastdecode.wire.messages import (
-    Accepted,
-    Close,
-    FromRWorker,
-    Hello,
-    Open,
-)
+from fastdecode.wire.blocks import ChunkStored, ExpectTokens, Forget, Name, StoreChunk, words_of
+from fastdecode.wire.messages import Accepted, Close, FromRWorker, Hello, Open
 from fastdecode.wire.traits import THE_ONLY, Role
 from rworker.cache_state import CacheState
 from rworker.stream.changes import Change

@@ -27,12 +27,7 @@ from fastdecode.wire.blocks import (
     keys_of,
     words_of,
 )
-from fastdecode.wire.messages import (
-    MAX_ID,
-    Close,
-    Extend,
-    Open,
-)
+from fastdecode.wire.messages import MAX_ID, Close, Extend, Open
 from rworker.cache_state import CacheState
 from rworker.stream.changes import Change
 from rworker.stream.chunk_endpoints import LocalCache

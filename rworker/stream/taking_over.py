@@ -7,15 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from fastdecode.core.errors import CapacityError, ProtocolError
-from fastdecode.wire.blocks import (
-    MISSING,
-    Forget,
-    TakenOver,
-    TakeOver,
-    Truncate,
-    keys_of,
-    words_of,
-)
+from fastdecode.wire.blocks import MISSING, Forget, TakenOver, TakeOver, Truncate, keys_of, words_of
 from fastdecode.wire.messages import Accepted, Close, Refused
 from fastdecode.wire.traits import Role
 from rworker.cache_state import CacheState

@@ -18,11 +18,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rworker.tiers.format import (
-    PAGE_BYTES,
-    Entry,
-    SlotShape,
-)
+from rworker.tiers.format import PAGE_BYTES, Entry, SlotShape
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.blocks import Forget, Name
-from fastdecode.wire.messages import (
-    Accepted,
-    Close,
-    Open,
-    Refused,
-)
+from fastdecode.wire.messages import Accepted, Close, Open, Refused
 from rworker.blocks.kv_store import KVStore
 
 

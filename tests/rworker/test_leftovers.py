@@ -8,13 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from listening import RWorker, listening
-from stream_suite import (
-    KV,
-    NUM_BLOCKS,
-    WAIT_S,
-    Worker,
-    hello_for,
-)
+from stream_suite import KV, NUM_BLOCKS, WAIT_S, Worker, hello_for
 from values import replace
 
 from fastdecode.wire.blocks import NO_STEP, Replicate, Replicated

@@ -25,12 +25,7 @@ from fastdecode.wire.blocks import (
     keys_of,
     words_of,
 )
-from fastdecode.wire.messages import (
-    Accepted,
-    Close,
-    Open,
-    Refused,
-)
+from fastdecode.wire.messages import Accepted, Close, Open, Refused
 from rworker.stream.chunks import layout_of
 from rworker.stream.mirror import Mirror
 from rworker.stream.taking_over import take_over

@@ -13,24 +13,9 @@ from values import replace
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.blocks import Replicate, TakeOver
-from fastdecode.wire.messages import (
-    Accepted,
-    Close,
-    Failed,
-    Inspect,
-    Open,
-    Shutdown,
-    Welcome,
-)
+from fastdecode.wire.messages import Accepted, Close, Failed, Inspect, Open, Shutdown, Welcome
 from fastdecode.wire.traits import Role
-from rworker.instructions import (
-    Drop,
-    HangUp,
-    Prepare,
-    Send,
-    Stop,
-    TellAboutHost,
-)
+from rworker.instructions import Drop, HangUp, Prepare, Send, Stop, TellAboutHost
 from rworker.serving_terms import ServingTerms
 
 FEW = replace(HELLO, max_blocks=8)

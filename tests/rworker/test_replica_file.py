@@ -16,14 +16,7 @@ from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.blocks import ExpectTokens
-from fastdecode.wire.messages import (
-    Accepted,
-    Close,
-    FromRWorker,
-    Open,
-    ToRWorker,
-    Welcome,
-)
+from fastdecode.wire.messages import Accepted, Close, FromRWorker, Open, ToRWorker, Welcome
 from fastdecode.wire.waiting import look_until_found
 from rworker.cache_state import CacheState
 from rworker.instructions import LinkReplica, ReadReplica

@@ -14,14 +14,7 @@ from fastdecode.core.spec import KVSpec
 from fastdecode.wire.blocks import NO_STEP, Replicated, Unprotected
 from fastdecode.wire.codec import Array
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
-from fastdecode.wire.messages import (
-    Accepted,
-    FromRWorker,
-    Hello,
-    Open,
-    ToRWorker,
-    Welcome,
-)
+from fastdecode.wire.messages import Accepted, FromRWorker, Hello, Open, ToRWorker, Welcome
 from rworker.cache_state import CacheState
 from rworker.instructions import EndStep, Follow, LinkReplica, PlaceChunk, ReadChunk
 from rworker.transfers.background_transfers import BackgroundTransfers, TransferNews

@@ -12,13 +12,7 @@ from state_machine import HELLO, HKV, HQ, NUM_LAYERS, D, Worker, attend, step_of
 from values import replace
 
 from fastdecode.core.dtype import DType
-from fastdecode.wire.messages import (
-    MAX_LANES,
-    Accepted,
-    BeginStep,
-    Close,
-    Open,
-)
+from fastdecode.wire.messages import MAX_LANES, Accepted, BeginStep, Close, Open
 from rworker.instructions import Compute
 
 

@@ -23,12 +23,7 @@ from examples import examples
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 from fastdecode.wire.blocks import ChunkForm, FetchChunk, StoreChunk
-from fastdecode.wire.messages import (
-    Accepted,
-    Close,
-    Inspect,
-    Open,
-)
+from fastdecode.wire.messages import Accepted, Close, Inspect, Open
 from rworker.instructions import HangUp, PlaceChunk, ReadChunk
 from rworker.stream.chunks import ChunkShape, expectation, layout_of
 from rworker.stream.files import KVFileWriter, read_file, stream_in

@@ -23,15 +23,7 @@ from fastdecode.wire.blocks import (
     Truncate,
 )
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.messages import (
-    Accepted,
-    Close,
-    Failed,
-    Open,
-    Refused,
-    Shutdown,
-    Welcome,
-)
+from fastdecode.wire.messages import Accepted, Close, Failed, Open, Refused, Shutdown, Welcome
 from fastdecode.wire.traits import Role
 from rworker.attention import AttentionExecutor
 from rworker.instructions import Drop, HangUp, RemoveReplica, Send, Stop, Unlink
