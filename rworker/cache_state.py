@@ -86,7 +86,7 @@ class OpenSteps:
         return step
 
     def finish_layer(self, lane: int, step: OpenStep) -> bool:
-        """Advance to the next layer. Return True if there is none, and the step is closed."""
+        """Advance to the next layer. Return True if that was the last, and the step is closed."""
         step.next_layer += 1
         if step.next_layer < self._num_layers:
             return False

@@ -34,7 +34,7 @@ class HolderCache:
     """Time for which it is kept."""
 
     def is_of(self, session: int) -> bool:
-        """Return True if it was opened in this session. 0 is none."""
+        """Return True if it was opened in this session. 0 stands for none."""
         return session != 0 and self.books.hello.session == session
 
     @property
@@ -218,7 +218,7 @@ class Caches:
 
 
 def _busy(cache: HolderCache, reason: str) -> ProtocolError:
-    """Return why a peer can't have another's cache. ``reason``: what to say if that is in use."""
+    """Return why a peer can't have another's cache. ``reason``: text if that is in use."""
     if cache.is_kept:
         left = f"{cache.kept_for_s:.0f} s more" if math.isfinite(cache.kept_for_s) else "a while"
         return ProtocolError(

@@ -1,4 +1,4 @@
-"""Checks of what peers say. What breaks the protocol raises ``ProtocolError``."""
+"""Checks of peers' messages. What breaks the protocol raises ``ProtocolError``."""
 
 from __future__ import annotations
 

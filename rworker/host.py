@@ -38,7 +38,7 @@ def make_worker(
         kv_memory_gb: KV cache in GB. None for its share of half the free memory.
         num_threads: CPU threads. None for its CPUs, or its share of the host's.
         disk: where cached blocks may go. None if nowhere.
-        serving: whom to serve, and for how long.
+        serving: which S-workers to serve, and for how long.
 
     Raises:
         ConfigError: If an option is out of range.
@@ -117,7 +117,7 @@ def serve_rank(
     instances: InstanceRanks | None = None,
     silence_s: float = 5.0,
 ) -> NoReturn:
-    """Serve the S-worker of an MPI job until it says Shutdown or is gone. Then leave the job.
+    """Serve the S-worker of an MPI job until it sends Shutdown or is gone. Then leave the job.
 
     Args:
         kv_memory_gb, num_threads: see ``make_worker``.

@@ -1,5 +1,5 @@
-"""What the state machine tells its loop to do. Everything is resolved and checked: carrying it out
-decides nothing. Peers are the numbers that the loop's hub has for them."""
+"""Instructions of the state machine to its loop. Everything is resolved and checked: carrying it
+out decides nothing. Peers are the numbers that the loop's hub has for them."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class EndStep:
 
 @dataclass(frozen=True)
 class OpenTier:
-    """Open a holder's lower tier, if there is one, and tell a peer what it has."""
+    """Open a holder's lower tier, if there is one, and report its blocks to a peer."""
 
     to: int
     holder: HolderId
@@ -235,7 +235,7 @@ class OpenTier:
 
 @dataclass(frozen=True)
 class MoveBlocks:
-    """Copy blocks in the background, and tell a peer."""
+    """Copy blocks in the background, and report to a peer."""
 
     to: int
     holder: HolderId
@@ -272,9 +272,9 @@ class HangUp:
 
     peer: int
     may_return: bool = False
-    """It did not say ``Shutdown``: it may have been stopped, or out of reach."""
+    """It did not send ``Shutdown``: it may have been stopped, or out of reach."""
     is_torn: bool = False
-    """Its last message was not carried out to its end: its caches lack what their books say."""
+    """Its last message was not carried out to its end: its caches lack what their books have."""
 
 
 @dataclass(frozen=True)

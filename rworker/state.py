@@ -1,7 +1,7 @@
 """What an R-worker decides: a peer's message in, instructions out. No sockets, threads, clocks or
 kernels.
 
-Everything that a peer says is checked here and in ``rworker.cache_state``, before it reaches the KV
+Every message of a peer is checked here and in ``rworker.cache_state``, before it reaches the KV
 store or a kernel. A message that breaks the protocol changes nothing. It is answered with
 ``Failed``, and the worker stops serving that peer, without effect on others.
 """
@@ -106,11 +106,11 @@ class RWorkerState:
     Args:
         name: name of the worker for people.
         kv_bytes: memory for K and V of all caches, in as many blocks as fit.
-        num_threads: threads of the loop's executor, as peers are told.
+        num_threads: threads of the loop's executor, for reports to peers.
         max_sequences: most sequences open at once in each cache.
         has_tier: cached blocks may go to a lower tier.
-        is_padded: blocks are as ``BlockLayout`` says. False if they are tensors, without padding.
-        serving: whom to serve, and for how long.
+        is_padded: blocks are laid out by ``BlockLayout``. False if they are tensors, not padded.
+        serving: which S-workers to serve, and for how long.
 
     Raises:
         ConfigError: If an option is out of range.
@@ -400,5 +400,5 @@ def _answered(
 
 
 def _unknown(message: NoReturn) -> ProtocolError:
-    """Refuse an object that is no message. The type checker sees that every message is handled."""
+    """Refuse an object that is not a message. The type checker sees that all messages are handled."""
     return ProtocolError(f"{type(message).__name__} is not a message to an R-worker")

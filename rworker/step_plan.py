@@ -70,7 +70,7 @@ def _num_last(begin: BeginStep, query_ends: NDArray[np.int32], num_single: int) 
 def _with_coming(
     plan: StepPlan, appended: Appended, cache: HolderCache
 ) -> tuple[StepPlan, Appended]:
-    """Return the plan of a step that may read fetched blocks, and what to copy at once."""
+    """Return the plan of a step that may read fetched blocks, and the copies to make now."""
     size = cache.books.store.block_size
     first_tokens = np.arange(plan.block_tables.shape[1]) * size
     seen = plan.block_tables[first_tokens < plan.context_lens[:, None]]
@@ -92,7 +92,7 @@ def attend(number: int, cache: HolderCache, message: Attend) -> tuple[Instructio
     """Attend a layer of a step that peer ``number`` has begun.
 
     Raises:
-        ProtocolError: If it is no layer of an open step.
+        ProtocolError: If it is not a layer of an open step.
     """
     was_last = cache.books.attend(message)
     lane = message.lane

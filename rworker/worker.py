@@ -103,7 +103,7 @@ class Peers(Protocol):
 
 
 class _Restorer:
-    """``Peer`` and ``Peers`` for answers to what a replica's file says."""
+    """``Peer`` and ``Peers`` for answers to the messages of a replica's file."""
 
     peer = "a replica's file"
 
@@ -237,7 +237,7 @@ class RWorker:
         return True
 
     def _restore(self, order: ReadReplica) -> None:
-        """Carry out what a replica's file says."""
+        """Carry out the messages of a replica's file."""
         files, restorer, is_torn = self.behind.files, _Restorer(), False
         worker = RWorker(restorer, self.state, self.executor, self.behind)
         try:
@@ -269,7 +269,7 @@ def serve(
     grace_period: GracePeriod | None = None,
     neighbours: Neighbours | None = None,
 ) -> None:
-    """Serve the peers of a hub until the state says ``Stop``, or none is left. Then close all
+    """Serve the peers of a hub until the state returns ``Stop``, or none is left. Then close all
     connections.
 
     Whatever goes wrong with one peer is logged, and sent to that peer as ``Failed`` before its

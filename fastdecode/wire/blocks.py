@@ -405,7 +405,7 @@ class Replicate(ForHolder, frozen=True, tag=15):
     link: Count
     """Number of the link in reports. The link of the same number stays; another number makes a
     new one."""
-    timeout_s: Wait  # how long the neighbour may stay silent while it owes an answer
+    timeout_s: Wait  # longest silence of a neighbour that owes an answer
     holder: CacheId = THE_ONLY
 
     said_by = S_WORKERS
@@ -485,7 +485,7 @@ class Fetch(ForHolder, frozen=True, tag=42, eq=False):
     tail_tokens: Tokens = 0
     """Tokens of the last block. 0 if it is full."""
     timeout_s: Wait = 60.0
-    """How long a source may stay silent while it owes an answer."""
+    """Longest silence of a source that owes an answer."""
     bytes_per_s: Annotated[float, Meta(ge=0, lt=1e15)] = 0.0
     """Highest pace. 0 for none."""
     first_head: Head = 0

@@ -93,7 +93,7 @@ class JobLine:
     num_stages: int = 1
     """Pipeline stages (``--pp``). Each runs beside the first of its R-workers, unless ``s_host``
     is given."""
-    has_r_workers: bool = True  # if False, hosts say how many stages each has
+    has_r_workers: bool = True  # if False, hosts count stages instead
     instances: tuple[PlacedInstance, ...] = ()
     """They take the R-workers of ``hosts`` in order. The S-workers of a stage are beside the first
     of its R-workers, and the controller beside the first instance, unless ``s_host`` is given."""

@@ -127,7 +127,7 @@ class BlockPool:
     def check_invariants(
         self, refcount: NDArray[np.int64], num_tails: NDArray[np.int64], growth: int
     ) -> None:
-        """Compare with what the block tables say.
+        """Compare with counts from the block tables.
 
         Args:
             refcount, num_tails: of each block.

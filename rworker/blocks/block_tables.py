@@ -67,7 +67,7 @@ class BlockTables:
         return -(-num_tokens // self.block_size)
 
     def growth(self, row: int) -> int:
-        """Count the blocks that a sequence may still take for tokens of its own."""
+        """Count the blocks that a sequence may still take for its own tokens."""
         num_blocks: int = self.blocks_for(int(self.reserved[row]))
         return num_blocks - int(self.widths[row])
 

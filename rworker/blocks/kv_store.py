@@ -6,8 +6,8 @@ gap's blocks from the start, and tokens behind it before those in it. A block is
 sequence that refers to it is closed, unless it is cached (``rworker.blocks.cached_blocks``).
 
 **Forks share blocks.** A block that several sequences refer to is never written. A sequence that
-appends into its partly filled last block, its **tail**, first gets a copy of its own, unless it is
-the only one left to refer to it.
+appends into its partly filled last block, its **tail**, first gets its own copy, unless it is the
+only one left to refer to it.
 
 **Reservations.** Opening a sequence promises it room for ``num_reserved_tokens``. Blocks are taken
 from the pool as tokens arrive, and the pool never promises more than it has::
@@ -73,7 +73,7 @@ class KVStore:
 
     def block_tables(self, sequence_ids: NDArray[np.int64]) -> NDArray[np.int32]:
         """Copy the sequences' block tables, [N, most blocks of any of them]. Entries past a table's
-        end are block ids without a meaning."""
+        end are meaningless block ids."""
         rows = self.tables.rows(sequence_ids)
         width = int(self.tables.widths[rows].max(initial=0))
         blocks: NDArray[np.int32] = self.tables.blocks[:, :width][rows]

@@ -104,7 +104,7 @@ def read_slots(path: Path) -> tuple[int, Header, dict[int, Entry], int]:
 
 
 def _open(path: Path, shape: SlotShape, num_slots: int) -> SlotFile | None:
-    """Open a file, or make it. None if another process has it open."""
+    """Open a file, or make it. Return None if another process has it open."""
     while True:
         make_own_directory(path.parent)  # it goes with its last file
         fd = os.open(path, FLAGS | os.O_CREAT, 0o600)
@@ -125,7 +125,7 @@ def _open(path: Path, shape: SlotShape, num_slots: int) -> SlotFile | None:
 
 
 def lock(fd: int) -> bool:
-    """Lock a file for as long as it is open here. False if another process uses it."""
+    """Lock a file until it is closed here. Return False if another process uses it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -193,7 +193,7 @@ def _strangeness(fd: int) -> str:
 
 @dataclass(frozen=True)
 class Disk:
-    """Where R-workers cache blocks."""
+    """Directory where R-workers cache blocks."""
 
     directory: Path
     num_bytes: int

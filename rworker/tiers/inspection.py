@@ -22,7 +22,7 @@ from rworker.tiers.slots import page_buffer
 
 @dataclass(frozen=True)
 class KeptBlocksOnDisk:
-    """What one file has."""
+    """Contents of one file."""
 
     path: str
     identity: str
@@ -113,7 +113,7 @@ def _inspect(path: Path, *, verify: bool) -> KeptBlocksOnDisk:
 
 
 def _is_whole(fd: int, header: Header, slot: int, entry: Entry) -> bool:
-    """Return True if a slot holds what its entry says."""
+    """Return True if a slot matches the checksums of its entry."""
     shape = header.shape
     buffer = page_buffer(shape.slot_bytes)
     try:

@@ -1,4 +1,4 @@
-"""What moves cached blocks between a cache and its lower tier."""
+"""Jobs that move cached blocks, and the interface of lower tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moves cached KV blocks between a cache's memory and its file, in threads of its own.
+"""Moves cached KV blocks between a cache's memory and its file, in its own threads.
 
 A **job** is some blocks one way, in **units**: a block that is stored, or some layers of a block
 that is fetched. Reads precede writes. What is fetched comes a **group** of layers at a time, all of
@@ -41,11 +41,11 @@ LEAST_UNIT_BYTES: Final = 1 << 17
 NUM_GROUPS: Final = 6
 NUM_THREADS: Final = 3
 STUCK_S: Final = 30.0
-"""After a read or write that takes longer the disk is not used any more."""
+"""Longest time of a read or write. After a longer one the disk is no longer used."""
 LATE_S: Final = 1.0
 """Longest time that steps wait for a job's layers. Then the job fails."""
 MOST_FAILURES: Final = 8
-"""After as many failed writes in a row nothing more is stored."""
+"""Failed writes in a row after which nothing more is stored."""
 
 
 class CacheMemory(Protocol):
@@ -100,9 +100,9 @@ class Health:
         self.counts: Final = Counter[str]()
         """By kind: blocks that were unread, damaged, unwritten, or late for a step."""
         self.is_broken = False
-        """True if the disk is not used any more."""
+        """True if the disk is no longer used."""
         self.is_full = False
-        """True if nothing is stored any more."""
+        """True if nothing more is stored."""
         self._path = path
         self._num_failures = 0
         self._taken = Counter[str]()
@@ -176,7 +176,7 @@ class Units:
             self._changed.notify_all()
 
     def next(self) -> Unit | None:
-        """Wait for a unit to do. None if there will be none any more."""
+        """Wait for a unit to do. Return None once it is closed."""
         with self._changed:
             while not self._is_closed:
                 is_fetching = any(unit.job.is_fetch for unit in self._running)
@@ -191,8 +191,8 @@ class Units:
 
     @contextmanager
     def placing(self, unit: Unit) -> Iterator[bool]:
-        """Hold a unit while its layers are put into the cache. False if it was given up: the block
-        may be another's by now."""
+        """Hold a unit while its layers are put into the cache. False if it was given up: another
+        sequence may have the block."""
         with self._changed:
             may_place = unit in self._running
             if may_place:
@@ -296,7 +296,7 @@ class Mover(LowerTier):
         pool: the cache, or its array as ``ArrayMemory`` takes it.
         num_threads: threads that read and write.
         clock: seconds.
-        least_unit_bytes: bytes to read at once, if the layers have as many.
+        least_unit_bytes: least bytes to read at once, if the layers have them.
         late_s: see ``LATE_S``.
     """
 
@@ -382,7 +382,7 @@ class Mover(LowerTier):
             try:
                 act = self._fetch if unit.job.is_fetch else self._store
                 is_done = act(unit, buffer)
-            except Exception:  # a mistake of ours is no reason to wait for ever
+            except Exception:  # a defect here must not let steps wait for ever
                 logger.exception("moving a KV block failed")
                 is_done = False
             if not is_done and unit.job.is_fetch and unit.index not in unit.job.failed:

@@ -3,7 +3,7 @@ its device's KV cache, through them, over ZeroMQ or MPI.
 
 A server is a thread with a listener. It passes readers' messages on to its R-worker,
 which sees one peer a reader, and passes the answers back. It decides nothing: the
-R-worker knows who may read.
+R-worker knows which readers may read.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ class ExportServer(threading.Thread):
             while not self._is_closing:
                 self._turn()
         except Exception:
-            logger.exception("nobody can fetch from R-worker %s any more", self._whose)
+            logger.exception("R-worker %s can no longer be read", self._whose)
         finally:
             for connection in self._within.values():
                 connection.close()
             self._listener.close()
 
     def close(self) -> None:
-        """Hear no reader any more. Safe to call twice."""
+        """Stop serving readers. Safe to call twice."""
         self._is_closing = True
         self._listener.wake()
         if self.is_alive():
@@ -145,7 +145,7 @@ class ExportServer(threading.Thread):
             within.close()  # from here on its place is another's
 
     def _see_off(self, number: int) -> None:
-        """The R-worker wants no more of a reader."""
+        """End the connection to a reader that the R-worker has closed."""
         self._inside.connections[number].close()
         outside = self._outside.pop(number, None)
         if outside is not None:
@@ -184,7 +184,7 @@ class ExportServers:
         self._ways: list[ZmqHub] = []
 
     def add(self, name: str, hub: InprocHub[FromRWorker, ToRWorker]) -> Neighbours:
-        """Raises ConfigError: If the address is in use, or can't be used, as without a key."""
+        """Serve readers of an R-worker. Raises ConfigError: If its address can't be used."""
         from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener
 
         address, silence_s = f"{self._host}:{self._next_port()}", self._silence_s
@@ -199,7 +199,7 @@ class ExportServers:
         return _Neighbours(self._hubs, self._ways[-1])
 
     def address_of(self, name: str) -> str:
-        """Where others reach an R-worker."""
+        """Return the address at which others reach an R-worker."""
         return self._addresses[name]
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ class RankExports:
         return neighbours
 
     def address_of(self, name: str) -> str:
-        """What other ranks call it."""
+        """Return the name by which other ranks reach it."""
         return link_address(self._job.rank)
 
     def close(self) -> None:

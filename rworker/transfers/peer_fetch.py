@@ -34,7 +34,7 @@ from rworker.transfers.throttle import Throttle
 logger = logging.getLogger(__name__)
 
 NAMED_WITHIN_S: Final = 1.0
-"""Longest time after which a block is named that is read: both come over own connections."""
+"""Longest time from a request for a block to its naming, as they use separate connections."""
 _ASK_AGAIN_S: Final = 5e-3
 _MOST_BYTES: Final = MAX_CHUNK_BYTES - 256  # of K and V; stored rows have padding between them
 _MOST_BLOCKS: Final = 1 << 10
@@ -61,9 +61,9 @@ class PeerFetch:
     Args:
         order: The blocks, for which there is room.
         message: Where they come from.
-        memory: The cache's.
-        throttle: Of all such jobs.
-        clock: Seconds.
+        memory: Memory of the cache.
+        throttle: Shared by all such jobs.
+        clock: Gives seconds.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class PeerFetch:
             link.timeout_s = max(link.timeout_s, self._message.timeout_s)
 
     def advance(self) -> Iterable[Done]:
-        """See ``Transfer``. Asks as far as pace and credit of the links allow."""
+        """Ask for units as far as pace and the links' credit allow."""
         if self._failure is not None:
             raise self._failure
         if self._not_named and self._clock() >= self._ask_again_s:
@@ -131,7 +131,7 @@ class PeerFetch:
         return Done(*at, missing, self._num_bytes, seconds, reason=reason)
 
     def close(self) -> None:
-        """See ``Transfer``. Other jobs use its links, too."""
+        """Take no more answers. Other jobs use the links, too."""
         self._is_over = True
 
     def _all_reads(self) -> Iterator[_Read]:
@@ -199,16 +199,16 @@ class PeerFetch:
         return ChunkShape.of(layout_of(hello.kv), message).num_bytes
 
     def _answered(self, read: _Read, answer: FromRWorker) -> None:
-        """Take an answer. What is wrong with it ends this job, and no other."""
+        """Take an answer. An error in it ends this job, and no other."""
         self._num_due -= 1
         if self._is_over or self._failure is not None:
             return
         try:
-            self._came(read, answer)
+            self._take(read, answer)
         except FastDecodeError as error:
             self._failure = error
 
-    def _came(self, read: _Read, answer: FromRWorker) -> None:
+    def _take(self, read: _Read, answer: FromRWorker) -> None:
         if not isinstance(answer, BlockData) or len(answer.is_there) != len(read.places):
             peer = read.source.address
             raise ProtocolError(f"{peer} answered {type(answer).__name__} to ReadBlocks")

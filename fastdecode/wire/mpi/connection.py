@@ -213,8 +213,8 @@ class MpiJob:
 
     num_looks = 0
     is_over = False
-    """Set under the lock when this process leaves: no other thread calls MPI any more."""
-    waits_since: float | None = None  # when a thread began to wait that looks without a pause
+    """Set under the lock when this process leaves: no other thread calls MPI then."""
+    waits_since: float | None = None  # since when a thread waits without pauses
     acceptor: MpiHub[Any, Any] | None = None  # the hub where others may open connections
 
     def __init__(self, library: str) -> None:
@@ -230,7 +230,7 @@ class MpiJob:
         self.peers: Final[set[int]] = set()  # ranks that wait for this one's goodbye, beside rank 0
         self.hanging: Final[set[int]] = set()
         """Ranks that were given up though MPI has not reported them dead."""
-        self.dead: Final[set[int]] = set()  # ranks that MPI says have died
+        self.dead: Final[set[int]] = set()  # ranks that MPI reports dead
         self.left_s: Final[dict[int, float]] = {}
         """When each rank that is gone has left or died."""
         self.heard_s: Final[dict[int, float]] = {}  # when each rank last gave a sign of life
@@ -272,7 +272,7 @@ class MpiJob:
         return request
 
     def let_go(self) -> None:
-        """Let go of the memory of what has left, up to the first piece that hasn't."""
+        """Free the memory of pieces that have left, up to the first that hasn't."""
         in_flight = self.in_flight
         try:
             while in_flight and in_flight[0][0].Test():
@@ -344,7 +344,7 @@ class MpiJob:
                 self._unclaimed.remove(connection)
 
     def advance(self) -> None:
-        """Take in all that is here. Let go of what has left, and of connections that are over."""
+        """Take in all that is here. Free pieces that have left, and connections that are over."""
         while self.take_in():
             pass
         self.claim()

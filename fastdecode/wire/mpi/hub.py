@@ -76,7 +76,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
 
         Args:
             peer: What to call it.
-            line: That both sides connect to. None if the first message is to open the other end.
+            line: Line to which both sides connect. None if the first message opens the other end.
         """
         with self._job.lock:
             connection = self._job.open(rank, line)
@@ -197,7 +197,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
 
 
 def r_worker_hub(job: MpiJob, *, is_hurried: bool = True) -> MpiHub[FromRWorker, ToRWorker]:
-    """Return the hub to which the peers of an R-worker, or of a device's KV cache, come."""
+    """Return the hub where peers of an R-worker, or of a device's KV cache, connect."""
     hub = MpiHub[FromRWorker, ToRWorker](job, TO_R_WORKER, accepts=True, is_hurried=is_hurried)
     if job.rank != S_RANK:
         with job.lock:

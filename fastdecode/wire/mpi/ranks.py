@@ -5,7 +5,7 @@ MPI.
 job                     ranks
 ======================  ====================================================
 one engine              for each stage ``tp`` S-workers, the first of which
-                        leads; then R-workers, as many for each stage, by
+                        leads; then R-workers, equally many per stage, by
                         stage
 several instances       the controller; then of each instance its S-workers
                         and its R-workers, in the same order
