@@ -12,12 +12,7 @@ from dataclasses import replace
 
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model import moe_rows, names
-from fastdecode.core.model.config_reader import (
-    ConfigReader,
-    read_dtype,
-    refuse_feature,
-    text_part,
-)
+from fastdecode.core.model.config_reader import ConfigReader, refuse_feature, text_part
 from fastdecode.core.model.moe import Router
 from fastdecode.core.model.moe_rows import deepseek_router, layers_from, shared, softmax_router
 from fastdecode.core.model.names import Source
@@ -91,27 +86,7 @@ def read_model_spec(
     row, architecture = find_row(reader)
     quantisation = read_quantisation(reader.fields, name, hf_quant_config)
     generation = ConfigReader(generation_config or {}, f"{name}/generation_config.json")
-    start = ModelSpec(
-        name=name,
-        family=row.family,
-        architecture=architecture,
-        dtype=read_dtype(reader, "float32" if quantisation is None else "bfloat16"),
-        vocab_size=1,
-        hidden_size=1,
-        embedding_size=1,
-        intermediate_size=1,
-        num_layers=1,
-        num_q_heads=1,
-        num_kv_heads=1,
-        head_dim=1,
-        attention=(),
-        max_model_len=1,
-        activation="silu",
-        norm="rms",
-        norm_eps=1e-6,
-        quantisation=quantisation,
-    )
-    spec = row.read(reader, start, max_model_len)
+    spec = row.read(reader, name, architecture, quantisation, max_model_len)
     if max_model_len is not None and not 1 <= max_model_len <= spec.max_model_len:
         rule = f" is not within 1..{spec.max_model_len}, what {spec.name} serves"
         raise ConfigError(Given("max_model_len", max_model_len), rule)

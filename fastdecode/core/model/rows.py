@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
 from fastdecode.core.errors import UnsupportedModelError
-from fastdecode.core.model.config_reader import ConfigReader, refuse_feature
+from fastdecode.core.model.config_reader import ConfigReader, read_dtype, refuse_feature
 from fastdecode.core.model.names import CheckpointNames
+from fastdecode.core.model.quantisation import Quantisation
 from fastdecode.core.model.rope import MAX_POSITIONS, RopeSpec, RotaryRules, read_rope
 from fastdecode.core.model.spec import Activation, ModelSpec
 from fastdecode.core.spec import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, AttentionSpec
@@ -183,33 +184,45 @@ class Row:
             if (value and value != 1) or value is True:
                 raise refuse_feature(reader, name, feature)
 
-    def read(self, reader: ConfigReader, spec: ModelSpec, max_len: int | None) -> ModelSpec:
-        """What the config says.
+    def read(
+        self,
+        reader: ConfigReader,
+        name: str,
+        architecture: str,
+        quantisation: Quantisation | None,
+        max_len: int | None,
+    ) -> ModelSpec:
+        """Read all but the tokens that begin and end a text.
 
         Args:
-            spec: name, dtype and token ids.
             max_len: the length limit that was asked for, if any.
 
         Raises:
-            UnsupportedModelError, CheckpointError: as ``read_model_spec``.
+            UnsupportedModelError, CheckpointError: As ``read_model_spec``.
         """
         self.refuse_features(reader)
         reader = self.newer(reader) if self.newer else reader
-        spec = self._read_shape(reader, spec)
+        spec = self._read_shape(reader, name, architecture, quantisation)
         positions = self.positions(reader, spec)
         kinds = self._read_kinds(reader, spec)
         spec = replace(spec, max_model_len=positions)
-        for name, value in self.fields.items():
+        for field_name, value in self.fields.items():
             found: Any = value(reader, spec) if callable(value) else value
-            spec = replace(spec, **{name: found})
+            spec = replace(spec, **{field_name: found})
         ropes, served = self._read_ropes(reader, spec, kinds, positions, max_len)
         attention = self._read_attention(reader, spec, kinds)
         return replace(spec, ropes=ropes, max_model_len=served, attention=attention)
 
-    def _read_shape(self, reader: ConfigReader, spec: ModelSpec) -> ModelSpec:
+    def _read_shape(
+        self, reader: ConfigReader, name: str, architecture: str, quantisation: Quantisation | None
+    ) -> ModelSpec:
+        """Read sizes. What depends on them is read later."""
         hidden = reader.integer("hidden_size", "n_embd", "n_embed", "d_model", high=MAX_HIDDEN)
-        spec = replace(
-            spec,
+        spec = ModelSpec(
+            name=name,
+            family=self.family,
+            architecture=architecture,
+            dtype=read_dtype(reader, "float32" if quantisation is None else "bfloat16"),
             vocab_size=reader.integer("vocab_size", high=_MAX_VOCAB),
             hidden_size=hidden,
             embedding_size=hidden,
@@ -218,6 +231,14 @@ class Row:
                 "num_hidden_layers", "n_layer", "n_layers", "num_layers", high=MAX_LAYERS
             ),
             num_q_heads=reader.integer("num_attention_heads", "n_head", "n_heads", high=MAX_HEADS),
+            num_kv_heads=1,
+            head_dim=1,
+            attention=(),
+            max_model_len=1,
+            activation="silu",
+            norm="rms",
+            norm_eps=1e-6,
+            quantisation=quantisation,
         )
         heads = self.layer_q_heads(reader, spec) if self.layer_q_heads else ()
         if heads:
