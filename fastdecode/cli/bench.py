@@ -68,7 +68,7 @@ def run_bench_serve(args: argparse.Namespace) -> int:
         from fastdecode.measure.serving.client import Endpoint, run_closed, run_open
     from cost_model.goodput.slo import Slo
     from fastdecode.measure.serving.load import Load, Planned, closed
-    from fastdecode.measure.serving.report import find_goodput, report, told
+    from fastdecode.measure.serving.report import as_text, find_goodput, report
 
     server, load = read_options(args, Server), read_options(args, Load)
     goodput = read_options(args, Goodput)
@@ -93,7 +93,7 @@ def run_bench_serve(args: argparse.Namespace) -> int:
         figures = one_by_one(load.planned(), load.concurrency or 1)
     else:
         figures = measure(load.rate)
-    print(told(figures), flush=True)
+    print(as_text(figures), flush=True)
     if server.json is not None:
         write_json(server.json, figures, "figures")
     return EXIT_SOME_FAILED if figures["errors"] else 0

@@ -78,7 +78,7 @@ class SMeasurement(_PartOfHost):
 class RMeasurement(_PartOfHost):
     sequences: tuple[int, ...] = _several("sequences on each R-worker (default: 1,4,16,64)")
     contexts: tuple[int, ...] = _several("tokens of a sequence (default: 64,256,1024,4096)")
-    max_memory_gb: float = option(2.0, "most while measuring", low=1e-3, high=65536, unit="GB")
+    max_memory_gb: float = option(2.0, "memory of the K and V", low=1e-3, high=65536, unit="GB")
 
 
 @dataclass(frozen=True)

@@ -59,10 +59,10 @@ class DoctorOptions:
     )
     key: str | None = option(None, "the cluster's key, for R-workers elsewhere", metavar="FILE")
     conversations: Path | None = option(
-        None, "directory of conversations: can it keep them, and are they whole", metavar="DIR"
+        None, "directory of conversations: check its room, and their integrity", metavar="DIR"
     )
     cache_disk: Path | None = option(
-        None, "directory for KV blocks of R-workers here: how fast is its disk", metavar="DIR"
+        None, "directory for KV blocks of R-workers here: measure its disk", metavar="DIR"
     )
     features: bool = switch("print which features work together, and nothing else")
     json: bool = switch("print the findings and the facts behind them as JSON")
@@ -251,7 +251,7 @@ def _reach_all(
     options: DoctorOptions, opened: contextlib.ExitStack, examined: Sequence[WorkerFacts]
 ) -> Sequence[tuple[RConnection | WorkerFacts, str]]:
     """Connect to every R-worker, given or in this MPI job, until ``opened`` closes. Return its
-    connection, or why there is none, and its address for the others."""
+    connection, or its error, and its address for the others."""
     addresses = options.r_worker_addresses
     if not addresses and launched_size() is None:
         return ()

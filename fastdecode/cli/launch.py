@@ -164,8 +164,8 @@ def _prompts_apart(
 
 
 def _check(job: argparse.Namespace, *, files: bool) -> None:
-    """Refuse a command that would end before its ranks have met. ``files``: it runs on this host,
-    so that its files can be checked."""
+    """Refuse a command that would end before its ranks have met. ``files`` is True if it runs on
+    this host, so that its files can be checked."""
     if job.command not in _OF_INSTANCES:
         return
     try:
@@ -283,7 +283,7 @@ def find_mpirun(given: str | None = None) -> str:
 
 
 def vendor_of_mpirun(mpirun: str) -> Vendor:
-    """Run a launcher to find out whose it is. Raises ConfigError: If it can't be found out."""
+    """Run a launcher, and return its vendor. Raises ConfigError: If that fails or is unknown."""
     command = [mpirun, "--version"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

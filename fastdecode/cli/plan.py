@@ -68,10 +68,10 @@ class Nodes:
     nodes: int = option(1, "nodes", low=1, high=1024)
     cpu: str = option("EPYC 7452", "name, or profile.json of `calibrate r`", metavar="C")
     sockets_per_node: int = option(
-        2, "of a node: with low affinity decode instances have R-workers on their own nodes",
+        2, "sockets of a node; with low affinity decode instances use those of their nodes",
         low=1, high=MAX_SOCKETS,
     )  # fmt: skip
-    max_sockets: int = option(64, "most of a decode instance", low=1, high=MAX_SOCKETS, metavar="P")
+    max_sockets: int = option(64, "sockets of an instance", low=1, high=MAX_SOCKETS, metavar="P")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ class Signals:
 
     While it starts, the first stop raises Interrupted, or is only counted where Python swallows
     the exception (in a destructor or a callback). Later ``Serving`` looks at the counts. Once no
-    request is answered any more, a stop ends the process by ``leave``. After the end it is ignored.
+    more requests are answered, a stop ends the process by ``leave``. After that it is ignored.
     """
 
     def __init__(self, leave: Callable[[int], object] = os._exit) -> None:

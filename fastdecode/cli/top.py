@@ -80,7 +80,7 @@ def run_top(args: argparse.Namespace) -> int:
 
 def _statuses(options: TopOptions) -> Iterator[dict[str, Any]]:
     """Yield one status after the other until the command has ended. Wait if ``top`` was started
-    before the command. Raises ConfigError: If there is no status."""
+    before the command. Raises ConfigError: If no status is found."""
     look = _looker(options.place, options.api_key_file)
     is_first, is_waiting = True, False
     while True:

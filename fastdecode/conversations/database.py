@@ -95,7 +95,7 @@ class Database:
 
 @contextlib.contextmanager
 def refusing(path: Path, what: str) -> Iterator[None]:
-    """Raise a ConfigError in place of what ``Database`` raises. ``what`` is in the file."""
+    """Turn errors of ``Database`` into ConfigErrors. ``what`` names the content of the file."""
     try:
         yield
         return

@@ -38,7 +38,7 @@ class BegunTurn:
 
 
 class ReaderTurns:
-    """Turns of one reader. After one that fails, no more of its conversation begin."""
+    """Turns of one reader. After a failed turn no later one of its conversation begins."""
 
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations

@@ -213,7 +213,7 @@ class Contents:
 
 
 def file_of(place: Path) -> Path:
-    """Return a directory's file, or ``place`` itself. Raises ConfigError: If there is no file."""
+    """Return a directory's file, or ``place`` itself. Raises ConfigError: If none exists."""
     path = place / FILE if place.is_dir() else place
     if not path.is_file():
         raise ConfigError(f"there are neither conversations nor KV blocks in {place}")

@@ -283,7 +283,7 @@ class OrderedOutput:
         self._expected.append(number)
 
     def append(self, number: int, prompt: str | None, answer: dict[str, Any]) -> None:
-        """Write an answer and those that waited for it, or let it wait. Raises as ``Journal``."""
+        """Write an answer and those that waited, or keep it. Raises as ``Journal.append``."""
         line = _encoded(answer)
         if number != self._expected[0]:
             with self._writing("keep an answer beside"):

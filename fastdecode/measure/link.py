@@ -7,7 +7,7 @@ S-worker reads as much memory as a layer's weights: as in a step, nothing of the
 caches then, and the R-worker has been waiting.
 
 Between two R-workers the time of a copy is measured, over the links of ``--replicas``: an R-worker
-stores a sequence, and its neighbour makes room for it. Then a token is appended, which the
+stores a sequence, and its neighbour reserves blocks for it. Then a token is appended, which the
 neighbour reports once it has everything before it.
 """
 
@@ -55,7 +55,7 @@ WARM_UP_STEPS = 2
 TIMEOUT_S = 300.0  # longest wait for an answer: the first may wait for kernels to be compiled
 WEIGHT_BYTES = 16 << 20  # more than a core's caches hold
 SETTLE_S = 5e-3  # longer than a small answer takes
-REACH_S: Final = 10.0  # longest time for a neighbour to be reached and to make room
+REACH_S: Final = 10.0  # longest time to reach a neighbour that then reserves its blocks
 KV: Final = KVSpec(4, 8, 128, DType.BFLOAT16, 64)
 MIN_BLOCKS, MAX_BLOCKS = 4, 32  # of the copied sequence, 1 MiB each
 
@@ -203,8 +203,8 @@ def examine_neighbours(ring: Sequence[tuple[RConnection, str, int]]) -> Iterator
     session, num_blocks = 1 + secrets.randbelow(MAX_ID), min(MAX_BLOCKS, room)
     members = [_Member(each[0], i, session, num_blocks) for i, each in enumerate(ring)]
     for i, member in enumerate(members if len(ring) > 1 else ()):
-        keeper, address, _ = ring[(i + 1) % len(ring)]
-        names = ring[i][0].peer, keeper.peer
+        neighbour, address, _ = ring[(i + 1) % len(ring)]
+        names = ring[i][0].peer, neighbour.peer
         if num_blocks < MIN_BLOCKS:
             least = 2 * (MIN_BLOCKS + 1) * KV.block_bytes / 1e6
             text = f"links between R-workers need {least:.0f} MB of KV memory each to be measured"
@@ -228,7 +228,7 @@ class _Member:
         self._is_full = False
 
     def fill(self) -> None:
-        """Open a cache with a sequence and room for one more, unless that was done."""
+        """Open a cache with a sequence and a block for one more, unless it is open already."""
         if self._is_full:
             return
         # An earlier measurement may hold all memory, and the name of a neighbour's cache.
@@ -241,7 +241,7 @@ class _Member:
         self._is_full = True
 
     def copy_to(self, address: str) -> float:
-        """Replicate to ``address``. Return the seconds of the copy, once there was room."""
+        """Replicate to ``address``. Return the seconds of the copy alone, after the reservation."""
         self._connection.send(Replicate(address, LINK_BYTES, 1, REACH_S))
         self._await(NO_STEP)
         started = time.perf_counter()
@@ -267,8 +267,8 @@ class _Member:
     def _await(self, step: int) -> None:
         """Wait until the neighbour reports this step."""
         while True:
-            news = self._receive(Replicated, AttendResult)
-            if isinstance(news, Replicated) and news.step == step:
+            report = self._receive(Replicated, AttendResult)
+            if isinstance(report, Replicated) and report.step == step:
                 return
 
     def _ask(self, message: ToRWorker, answer: type[FromRWorker]) -> None:

@@ -226,7 +226,7 @@ class ChunkWriter:
         is_silent = not (text or logprobs or delta.finish_reason or has_ids)
         if is_silent and before is not None and not self._options.continuous_usage:
             return ""
-        said = self._said(text, is_first=before is None)
+        content = self._content(text, is_first=before is None)
         reason = "null"
         if delta.finish_reason is not None:
             has_calls = choice.parser is not None and choice.parser.has_calls
@@ -240,7 +240,7 @@ class ChunkWriter:
         elif self._options.include_usage:
             end = '], "usage": null}'
         return (
-            f'data: {self._head}{{"index": {number}, {said}, "logprobs": {steps}, '
+            f'data: {self._head}{{"index": {number}, {content}, "logprobs": {steps}, '
             f'"finish_reason": {reason}{ids}}}{end}\n\n'
         )
 
@@ -286,8 +286,8 @@ class ChunkWriter:
                 fields.setdefault("tool_calls", []).append({"index": part.index, **call})
         return fields
 
-    def _said(self, text: str, *, is_first: bool) -> str:
-        """Return a choice's text as its chunk has it."""
+    def _content(self, text: str, *, is_first: bool) -> str:
+        """Return the field of a chunk that has a choice's text."""
         if not self._request.is_chat:
             return '"text": ' + (text or '""')
         if not is_first:
@@ -297,7 +297,7 @@ class ChunkWriter:
         return f'"delta": {{"role": "assistant", {text}}}'
 
     def _logprobs(self, choice: _Choice, delta: Delta) -> Any:
-        """Return those of the tokens whose text has been sent."""
+        """Return the logprobs of tokens whose text has been sent."""
         if delta.logprobs is None:
             return None
         if self._request.is_chat:

@@ -104,7 +104,7 @@ MAX_MESSAGES = 100_000
 _MESSAGE_TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "refusal")
 _MESSAGE_FIELDS = ("role", "content", *_MESSAGE_TEXTS, "tool_calls")
 _EMPTY_FIELDS = ("function_call", "audio", "annotations")
-"""A message may have them, as long as they are null or empty."""
+"""Fields that a message may have if they are null or empty."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class BodyRequest:
     """How to answer token by token. None to answer at once."""
     cache: CacheUse = SHARED
     conversation_id: str | None = None  # the conversation that the prompt continues
-    format_field: str | None = None  # the field that says what the answer must look like
+    format_field: str | None = None  # the field that gives the answer's format
     answer_format: AnswerFormat | None = None
     """What a chat's answer may have besides plain text. None if nothing."""
     echo: Mapping[str, Any] | None = None
@@ -137,7 +137,7 @@ class BodyRequest:
 
 @dataclass(frozen=True)
 class StreamOptions:
-    include_usage: bool = False  # in a chunk of its own at the end
+    include_usage: bool = False  # in an extra chunk at the end
     continuous_usage: bool = False  # in every chunk, so far
 
 
@@ -359,7 +359,7 @@ def _chat_params(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _format(body: Mapping[str, Any]) -> tuple[StructuredOutputs | None, str | None]:
-    """Return what the answer must be, and the field that says so. Raises BodyError."""
+    """Return the answer's required format, and the field that gives it. Raises BodyError."""
     given = [name for name in FORMAT_FIELDS if body.get(name) is not None]
     if "response_format" in given and _format_type(body["response_format"]) == "text":
         given.remove("response_format")

@@ -250,7 +250,7 @@ def _call(call: Mapping[str, Any], id_chars: int) -> dict[str, Any]:
 
 
 def with_objects(messages: Sequence[Message]) -> list[Message]:
-    """Return messages whose calls all have an object. Other text becomes its ``arguments``."""
+    """Return messages whose calls have objects. Other text becomes the value of ``arguments``."""
     made = []
     for message in messages:
         calls = [dict(call) for call in message.get("tool_calls") or ()]

@@ -214,7 +214,7 @@ def main(fd: int) -> None:
 
 
 def _tokenizer(path: str, added: list[dict[str, Any]]) -> Answer:
-    """Load a tokenizer, and try it: one that never ends is known before work starts."""
+    """Load a tokenizer and try it: one that never ends must fail before work starts."""
     tokenizer = load_tokenizer(Path(path), added)
     for text in ("", TRIAL_TEXT):
         with contextlib.suppress(Exception):  # a small vocabulary may lack letters

@@ -122,7 +122,7 @@ class TextCodec:
     def sequence_text(
         self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
     ) -> SequenceText:
-        """Return a new sequence's text. Raises RequestError: If stop strings lack a tokenizer."""
+        """Return a sequence's text. Raises RequestError: If its stop strings need a tokenizer."""
         vocabulary = self.vocabulary_of(params)
         if params.detokenize and params.stop and vocabulary is None:
             raise no_tokenizer("stop strings need text", "use stop_token_ids, or ")

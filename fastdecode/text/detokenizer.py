@@ -28,7 +28,7 @@ class Detokenizer:
         return ""
 
     def peek(self) -> str:
-        """Return what ``flush`` would give, if it has whole characters alone."""
+        """Return what ``flush`` would give, if that has no partial character."""
         return ""
 
     def flush(self) -> str:

@@ -57,7 +57,7 @@ class TokenizerFiles:
 
     @classmethod
     def read(cls, model_dir: Path) -> TokenizerFiles:
-        """Read a model directory. Raises CheckpointError: If a file is of no use."""
+        """Read a model directory. Raises CheckpointError: If a file is unusable."""
         where, older = model_dir / "tokenizer_config.json", {}
         config = read_model_json(where)
         newer = config.get("added_tokens_decoder", {})
@@ -121,7 +121,7 @@ class TokenizerFiles:
 
 
 def find_tokenizer(model_dir: Path) -> Path | None:
-    """Return a folder's ``tokenizer.json``. Raises CheckpointError: If it must be made first."""
+    """Return ``tokenizer.json``, if any. Raises CheckpointError: If only other formats exist."""
     if (model_dir / "tokenizer.json").exists():
         return model_dir / "tokenizer.json"
     for pattern, (where, program) in _CONVERTED.items():

@@ -23,7 +23,7 @@ from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
 from fastdecode.measure.serving.client import Endpoint, Record, run_closed
 from fastdecode.measure.serving.load import LoadShape, arriving, closed, traced
-from fastdecode.measure.serving.report import find_goodput, report, told
+from fastdecode.measure.serving.report import as_text, find_goodput, report
 
 SHAPE = LoadShape(num_requests=4000, prompt_tokens=5, output_tokens=7)
 
@@ -117,7 +117,7 @@ def test_the_client_says_when_it_was_the_limit() -> None:
     assert not report(on_time, None)["client_was_the_limit"]
     figures = report(late, None)
     assert figures["client_was_the_limit"] and figures["client_lag_s"]["p99"] == pytest.approx(0.03)
-    assert "the client itself was the limit: it sent 30 ms late (p99)" in told(figures)
+    assert "the client itself was the limit: it sent 30 ms late (p99)" in as_text(figures)
 
 
 def record(ttft_s: float, tpot_s: float, num: int = 3, error: str | None = None) -> Record:
@@ -254,7 +254,7 @@ def test_chunks_of_http_end_where_they_like_and_are_tokens_where_none_are_counte
     assert record.tpot_s is not None and not record.has_usage
     figures = report([record], Slo.parse("tpot=30s", needs_both=False))
     assert (figures["without_usage"], figures["attainment"]) == (1, 1.0)
-    assert "answers without usage: 1;" in told(figures)
+    assert "answers without usage: 1;" in as_text(figures)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_chunks_of_http_end_where_they_like_and_are_tokens_where_none_are_counte
 def test_servers_that_err_are_quoted(raw: bytes, kind: str, message: str) -> None:
     record, _ = ran_against(raw)
     assert record.error == kind and record.message.startswith(message)
-    text = told(report([record], None))
+    text = as_text(report([record], None))
     assert f"errors: {kind}: 1" in text and message in text
 
 

@@ -62,7 +62,7 @@ def summary(values: Sequence[float]) -> dict[str, float] | None:
     return {"mean": sum(ordered) / len(ordered), **found}
 
 
-def told(figures: dict[str, Any]) -> str:
+def as_text(figures: dict[str, Any]) -> str:
     lines = [
         f"{figures['answered']} of {figures['requests']} requests answered in "
         f"{figures['duration_s']:.2f} s: {figures['requests_per_s']:.2f} requests/s, "

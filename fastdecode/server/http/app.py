@@ -1,4 +1,4 @@
-"""The routes, and all answers without generated text: the server's state, models, tokens."""
+"""Routes, and the answers without generated text: the server's state, models, tokens."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ async def _detokenize(front: Front, request: Request) -> Response:
 
 @contextlib.contextmanager
 def _prepared(front: Front) -> Iterator[Preparation]:
-    """A preparation whose place in the queue is free at the end."""
+    """Yield a preparation, and free its place in the queue afterwards."""
     number = front.next_number()
     try:
         yield Preparation(front, number)

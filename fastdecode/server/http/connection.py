@@ -119,7 +119,7 @@ class Connection(asyncio.Protocol):
         self._inner.resume_writing()
 
     def begin(self, body_bytes: int | None) -> None:
-        """Note that a header is whole. ``body_bytes`` is None if no length was announced."""
+        """Note that a header is complete. ``body_bytes`` is None if no length was announced."""
         self._disarm()
         self._is_answering, self._awaits_header = True, False
         self._has_whole_body = body_bytes == 0
