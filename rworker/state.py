@@ -400,5 +400,5 @@ def _answered(
 
 
 def _unknown(message: NoReturn) -> ProtocolError:
-    """Refuse an object that is not a message. The type checker sees that all messages are handled."""
+    """Refuse an object that is not a message. The type checker sees that each is handled."""
     return ProtocolError(f"{type(message).__name__} is not a message to an R-worker")

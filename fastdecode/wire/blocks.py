@@ -513,7 +513,7 @@ class BlockData(Message, frozen=True, tag=119, eq=False):
     is_there: U8
     """1 for each block that is cached, else 0."""
     data: U8
-    """Chunk of those that are."""
+    """Chunk of the cached ones."""
 
 
 class ReadBlocks(Asking, frozen=True, tag=59, eq=False):

@@ -26,8 +26,8 @@ class Pages(mmap.mmap):
 
     unpin: Callable[[], object] | None = None
     """What tells a device's driver that it has ended, if one was told of it."""
-    address: int = 0  # where what is used of it begins: at a huge page's boundary
-    num_bytes: int = 0  # that are used
+    address: int = 0  # start of the used part, at a huge page's boundary
+    num_bytes: int = 0  # of the used part
 
     def __del__(self) -> None:
         if self.unpin is not None and not sys.is_finalizing():

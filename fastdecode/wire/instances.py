@@ -22,8 +22,8 @@ An engine that is busy with a long step sends no ``StatusReport``; an instance t
 silent for minutes hangs. One comes at once when the last R-worker is lost or the first is back. A
 controller cancels all requests of an instance without R-workers, and sends none until it has one.
 
-Output is checked against the request (``fastdecode.engine.instances.routed``): an instance that
-says what can't be true is lost. A request that it can't run ends with an error of its own.
+Output is checked against the request (``fastdecode.engine.instances.routed``): an instance whose
+output can't be true is lost. A request that it can't run ends with an error of its own.
 
 An instance serves one controller at a time. When that is lost, the instance drops its requests,
 frees all that they held, and waits for the next. When an instance is lost, its requests continue

@@ -123,7 +123,7 @@ def test_sources_have_each_head_once(first_heads: tuple[int, ...]) -> None:
     assert "once" in done.reason and len(done.missing) == len(keys_of(KV, 9, 1))
 
 
-def test_who_may_not_read_finds_nothing_and_other_kinds_are_refused() -> None:
+def test_readers_without_the_right_find_nothing_and_other_kinds_are_refused() -> None:
     hosts, one, _ = pair(20)
     full, tail = keys_of(KV, 20, seed=1)[0], keys_of(KV, 20, seed=1)[-1]
     size = KV.block_size
@@ -245,7 +245,7 @@ class Ticking:
 
 
 class RecordedTurns(Throttle):
-    """Keeps how long each unit took."""
+    """Keeps the seconds of each unit."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
@@ -275,11 +275,11 @@ def test_what_is_fetched_gives_way_to_what_is_attended(monkeypatch: pytest.Monke
             if way != "alone":
                 other.behind.attended()
             other.turn()
-            clock.now_s += 1e-3  # of whatever else
+            clock.now_s += 1e-3  # of other work
         assert not told[0].reason and other.has(40, seed=1)
         spent[way] = clock.now_s - began_s
         units[way] = turns.units
-    # Nothing is to rest for behind the last one.
+    # No rest is due after the last one.
     share = {way: sum(units[way][:-1]) / spent[way] for way in spent}
     assert 0 < share["attending"] <= SHARE < min(share["alone"], share["paced"])
     assert spent["alone"] == pytest.approx(spent["paced"], rel=0.3)
@@ -406,7 +406,7 @@ class Fetching(RuleBasedStateMachine):
             return
         self.hosts.run()
         self.hear()
-        assert not self.jobs, "each is told of once"
+        assert not self.jobs, "each is reported once"
         for seed in self.there:
             assert self.other.has(self.num_tokens(seed), seed), "what came later left it as it was"
             self.other.forget(self.num_tokens(seed), seed)

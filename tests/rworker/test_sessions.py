@@ -1,5 +1,5 @@
 """Caches that outlive their S-worker: kept for its session, continued by another S-worker of it,
-or freed when nobody comes. A peer that is gone costs only what was to be sent to it."""
+or freed when none arrives. A peer that is gone costs only what was to be sent to it."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_a_replicated_cache_has_no_replica_when_it_is_gone_on_with() -> None:
 
 
 @pytest.mark.parametrize("keeps_serving", [False, True])
-def test_nobody_comes_in_time(keeps_serving: bool) -> None:
+def test_no_s_worker_arrives_in_time(keeps_serving: bool) -> None:
     serving = replace(KEEPING, keeps_serving=keeps_serving)
     peers, time = Peers(serving=serving), VirtualClock()
     grace_period = GracePeriod(serving, time)
@@ -263,7 +263,7 @@ def test_only_a_session_is_kept() -> None:
         replace(HELLO, outlives=True)
 
 
-def test_a_worker_that_has_a_cache_of_nobody_is_a_new_one_to_who_resumes() -> None:
+def test_a_worker_with_a_cache_without_owner_is_new_to_a_resumed_s_worker() -> None:
     worker = Worker(KV_BYTES, serving=KEEPING)
     prepare, welcome = worker.state.handle(SECOND, RESUMING)
     assert isinstance(prepare, Prepare) and isinstance(welcome, Send)

@@ -140,7 +140,7 @@ def test_who_loses_what_was_to_be_fetched_says_so(event: events.Event) -> None:
     assert not life.sequences.by_sequence
 
 
-def test_who_comes_starts_with_the_blocks_that_it_fetches() -> None:
+def test_a_request_that_arrives_starts_with_the_blocks_that_it_fetches() -> None:
     life = lifecycle()
     tell(life, events.Submitted(coming()))
     told = tell(life, events.LaneIdle(0))
@@ -182,7 +182,7 @@ def test_what_is_offered_is_needed_until_all_siblings_have_begun() -> None:
     assert sent(told, Fetch) and life.sequences.counts.num_recomputed == 0
 
 
-def test_who_cannot_be_fetched_is_run_again() -> None:
+def test_a_prompt_that_cannot_be_fetched_is_run_again() -> None:
     life = lifecycle()
     tell(life, events.Submitted(coming()))
     (fetch,) = sent(tell(life, events.LaneIdle(0)), Fetch)
@@ -218,7 +218,7 @@ def test_who_is_cancelled_or_lost_while_it_is_fetched() -> None:
     assert tell(life, events.Cancelled("a")) == []
     (forget,) = sent(tell(life, done(again)), Forget)
     assert len(forget.message.keys) == len(again.message.keys), (
-        "nobody else may start with what comes"
+        "no other sequence may start with what arrives"
     )
     assert not life.sequences.by_sequence
 
@@ -324,5 +324,5 @@ def test_an_exported_prompt_does_not_move_with_a_holder_that_is_given_back() -> 
     (failed,) = [x for x in told if isinstance(x, events.Fail)]
     assert failed.error.code == HANDED_OVER_LOST
     (taken,) = [x for x in told if isinstance(x, events.TakeOver)]
-    assert not taken.parts, "nothing of it goes on"
+    assert not taken.parts, "nothing of it continues"
     assert not life.handing.has_exported and not life.sequences.by_sequence

@@ -237,7 +237,7 @@ class Holdings:
                         del self.computing[sequence.sequence_id]
 
     def offered(self, sequence: Sequence, holders: Seq[HolderId], sizes: Seq[int]) -> Reuse:
-        """Return what a sequence starts with whose first tokens other engines keep.
+        """Return the start of a sequence whose first tokens other engines keep.
 
         Args:
             holders: where its parts are to be.
@@ -253,8 +253,8 @@ class Holdings:
         )
 
     def num_offered(self, sequence: Sequence) -> int:
-        """Count the tokens with which a sequence could start that other engines keep: whole blocks,
-        unless its prompt is held for it, or they are the turn before. One token has to run."""
+        """Count the tokens of other engines with which a sequence could start: whole blocks, unless
+        its prompt is held for it, or they are the turn before. One token has to run."""
         most = min(num_offered(sequence.sources), len(sequence.token_ids) - 1)
         is_held = all(source.is_held for source in sequence.sources)
         has_tail = is_held or most == sequence.request.cache.turn
@@ -265,7 +265,7 @@ class Holdings:
         can read them. It uses them until its end.
 
         Returns:
-            How many of its first tokens these are.
+            The number of its first tokens in these.
         """
         self._name(sequence)
         size, num_tokens = self.block_size, sequence.num_cached
@@ -357,7 +357,7 @@ class Holdings:
         """Cache the blocks of a sequence whose S-worker was lost. The caller closes its parts then.
 
         Args:
-            counts: tokens that are there of its parts, in the order of these.
+            counts: cached tokens of each of its parts, in order.
 
         Returns:
             Keys of the tails that are cached, by the part that ends there.

@@ -44,7 +44,7 @@ class Policy(Protocol):
     """Chooses which cached blocks of an engine are evicted next."""
 
     def cost_of(self, num_tokens: int) -> float:
-        """Return what a block costs whose end is at ``num_tokens``."""
+        """Return the cost of a block that ends at ``num_tokens``."""
 
     def values(self, blocks: Columns, now_s: float) -> Values:
         """Return what each of ``COLUMNS`` is worth, [N]. The lowest is evicted first, of equal ones
@@ -56,7 +56,7 @@ class TierPolicy(Protocol):
     """Chooses which conversation of a simulated tier evicts blocks next, and which blocks."""
 
     def cost_of(self, num_tokens: int) -> float:
-        """Return what a block costs whose end is at ``num_tokens``."""
+        """Return the cost of a block that ends at ``num_tokens``."""
 
     def score(
         self, first_cost: NumberT, num_blocks: NumberT, last_s: NumberT, now_s: float

@@ -22,21 +22,21 @@ class Reuse:
     holders: tuple[HolderId, ...]
     """Holders of the sequence's first parts."""
     keys: tuple[tuple[bytes, ...], ...]
-    """Blocks of each of those parts that are there: all of it but in the last."""
+    """Keys of each of those parts' cached blocks. The last part may lack some."""
     num_tokens: int
     """Tokens that are not run again: at most all but the sequence's last."""
     credit: Mapping[HolderId, int]
     """Blocks of each holder that need no room."""
     num_blocks: int
-    """Its full blocks up to where what is there ends, the gap's and the unseen ones included."""
+    """Its full blocks up to the last cached one, the gap's and the unseen ones included."""
     has_tail: bool = False
     """The last block is not full."""
     gap: range = NOTHING
-    """Tokens that are missing, whole blocks, with others behind them that are there."""
+    """Missing tokens, whole blocks, with cached ones behind them."""
     first_token: int = 0
     """First token that a layer sees, at a block's start. Blocks before it may be missing."""
     sources: tuple[KVSource, ...] = ()
-    """Other engines' R-workers that keep what is missing of these blocks."""
+    """R-workers of other engines that keep the missing ones of these blocks."""
 
 
 def offered(

@@ -44,7 +44,7 @@ class _Resuming:
 
 
 class Adoptions:
-    """Those under way."""
+    """Adoptions under way."""
 
     def __init__(self, endings: Endings) -> None:
         self._endings, self._scheduler = endings, endings.scheduler
@@ -91,7 +91,7 @@ class Adoptions:
         return [holder for holder in leaving if not self._grants.is_awaited(holder)]
 
     def give_up(self, holder: HolderId) -> None:
-        """Forget that a replica was asked, which is lost, too."""
+        """Forget the request to a replica that is lost, too."""
         self._asked.pop(holder, None)
 
     def ask(self) -> None:

@@ -17,7 +17,7 @@ from fastdecode.wire.blocks import Close
 
 
 class Endings:
-    """Carries out what is pending for sequences, and has what all of the lifecycle works on."""
+    """Carries out pending actions, and has the state that all of the lifecycle shares."""
 
     def __init__(self, scheduler: ContinuousScheduler) -> None:
         self.scheduler = scheduler

@@ -3,7 +3,7 @@ from one.
 
 A sequence that is handed over is **parked**: none of its steps run, and its blocks stay, named so
 that they can be fetched, until its request is cancelled. One of a request's sequences is enough.
-A sequence that comes starts with those blocks like with any that are fetched. If they cannot be
+A sequence that arrives starts with those blocks as with any that are fetched. If they cannot be
 fetched, its prompt runs again.
 """
 

@@ -52,7 +52,7 @@ class Pace:
             return True
         num_more = int(until_step_s / all_s / self.a_group)
         share = self.share + num_more * self.a_group
-        # The next group, and the last one: those between are between.
+        # If the next group and the last one come in time, so do those between.
         next_s = all_s * min(share + self.a_group, 1.0) - passed_s
         is_next = next_s <= step_s * share
         return is_next and all_s - passed_s <= step_s * (1.0 - min(self.a_group, 1.0 - share))

@@ -192,7 +192,7 @@ class BlockLedger:
         if not num_missing or num_jobs >= MOST_AHEAD or room < num_missing:
             return
         cache.make_room(best, self._free[best] - num_missing)
-        # Unless some of these had to go for it.
+        # Unless some of these were evicted for it.
         if sum(key not in stock[best] for key in chain) == num_missing:
             stock.fetch(best, chain, [keys[first - 1] if first else None, *chain[:-1]])
 
