@@ -232,7 +232,7 @@ class Router:
             return
         for routed in had:
             if routed.stage is not RequestStage.OVER:
-                self._go_on(routed)
+                self._continue(routed)
         self.dispatch()
         self._check_waiting()
 
@@ -291,12 +291,12 @@ class Router:
         elif is_prompt and routed.decoding is not None:  # which runs it again where it has to
             self._release(routed)
         elif is_prompt and (is_too_long or error.code == HANDED_OVER_LOST):
-            self._go_on(routed, fits_prefill=not is_too_long)
+            self._continue(routed, fits_prefill=not is_too_long)
         else:
             logger.warning("instance %s has failed a request: %s", client.name, error)
             routed.failure = routed.failure or error
             not_at = routed.job.not_at | {run.instance}
-            self._go_on(routed, replace(routed.job, not_at=not_at))
+            self._continue(routed, replace(routed.job, not_at=not_at))
 
     def _lose(self, client: EngineClient) -> list[RoutedRequest]:
         """Give an instance nothing more. Return the requests that it had, to be continued
@@ -311,7 +311,7 @@ class Router:
                 had.append(routed)
         return had
 
-    def _go_on(
+    def _continue(
         self, routed: RoutedRequest, job: DispatchJob | None = None, *, fits_prefill: bool = True
     ) -> None:
         """Continue a request of which only the tokens are left, as ``job``."""

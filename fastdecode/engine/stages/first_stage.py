@@ -1,5 +1,5 @@
-"""What the first stage does with its steps, which go to the later stages and back; and with
-columns whose lost members have all been replaced."""
+"""The first stage: its steps, which go to the later stages and back, and its columns, which are
+greeted again once their lost members have been replaced."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 def stage_pass(batch: StepBatch, x: Activations, lost: Collection[int]) -> StagePass:
-    """A step for the next stage, as the first one has laid it out.
+    """Return a step for the next stage, as the first stage has laid it out.
 
     Args:
-        x: [T, H] of its rows, the output of the first one's last layer.
+        x: The first stage's output for the step's rows, [T, H].
     """
     begun = [span.begin for span in batch.spans]
     lengths = [int(np.count_nonzero(begin.num_new)) for begin in begun]
@@ -56,7 +56,7 @@ def stage_pass(batch: StepBatch, x: Activations, lost: Collection[int]) -> Stage
 
 
 def _with_parts(passed: StagePass, batch: StepBatch, first_tokens: NDArray[np.int64]) -> StagePass:
-    """The step of sequences that are split (``--split-tokens``)."""
+    """Return the step with what split sequences need (``--split-tokens``)."""
     passed = replace(passed, first_tokens=first_tokens.astype(np.int32))
     if not batch.closed:  # rows see no token of those parts
         return passed
@@ -69,9 +69,8 @@ def _with_parts(passed: StagePass, batch: StepBatch, first_tokens: NDArray[np.in
 
 
 class FirstStageForward:
-    """A step of the first stage: it leaves for the later ones, and its rows
-    that draw a token come home.
-    """
+    """A step of the first stage, which is sent to the later ones. The last one returns the rows
+    that draw a token."""
 
     def __init__(self, step: LaneStep, output: Fetched, fleet: ColumnPool) -> None:
         self._step, self._later, self._fleet = step, fleet.later, fleet
@@ -80,14 +79,14 @@ class FirstStageForward:
         self.reports: list[StageDone] = []
 
     @property
-    def can_go_on(self) -> bool:
+    def can_advance(self) -> bool:
         if not self._is_sent:
             return self.copy.done
         return len(self.reports) == len(self._later.later)
 
-    def go_on(self) -> Tensor | None:
-        """See ``StageForward``. The logits [R, V] of the R rows that a token is drawn
-        from, once the last stage's output [R, H] for them is home."""
+    def advance(self) -> Tensor | None:
+        """Send the step; later return the logits [R, V] of the R rows that a token is drawn from,
+        made of the last stage's output [R, H]."""
         step = self._step
         if not self._is_sent:
             self._is_sent = True
@@ -116,7 +115,7 @@ class FirstStageForward:
 
 
 class FirstStage:
-    """What the first stage does with its steps; see ``NextStage``."""
+    """Passes steps of the first stage on (``NextStage``)."""
 
     has_orders = False
 
@@ -136,11 +135,11 @@ def columns_of(columns: Collection[int]) -> NDArray[np.int32]:
 
 
 class ColumnReplacements:
-    """Greets a lost column again in every stage, once its lost members have been replaced, each
-    in its own stage; see ``Replacements``.
+    """Greets a lost column again in every stage, once its lost members have been replaced, each in
+    its own stage (``Replacements``).
 
-    A lost column is looked at once no sequence is on it. No step on it is under way
-    then, in any stage, so its R-workers may forget what they have.
+    A lost column is only greeted when no sequence is on it. No stage has a step on it in flight
+    then, so its R-workers may forget what they have.
 
     Args:
         places: R-workers that may replace these.
@@ -158,12 +157,13 @@ class ColumnReplacements:
 
     @property
     def timeout_s(self) -> float:
-        """See ``Replacements``. It is 0 if each lost column lacks a member that none replaces."""
+        """How long to keep looking. 0 if each lost column lacks a member without a possible
+        replacement."""
         groups = (self._fleet.groups[holder] for holder in self._fleet.lost)
         return 0.0 if all(map(self._is_vacant, groups)) else self._timeout_s
 
     def limit(self, num_blocks: Mapping[int, int]) -> None:
-        """See ``Replacements``. The members that are left offer no more, either."""
+        """Set the most KV blocks of replacements, and of the remaining members."""
         self._most_blocks = num_blocks
         self._places.limit(num_blocks)
 
@@ -195,8 +195,8 @@ class ColumnReplacements:
         return not all(may_come)
 
     def _let_in(self, group: CacheGroup) -> bool:
-        """Return True if each lost member of a column has been replaced: its
-        replacement is the member."""
+        """Make members of the replacements of a column's lost members. Return False if one has
+        none."""
         members = self._fleet.of_stages
         here = [x for x in group.shards if members.is_here(x) and members.is_lost(x)]
         if not set(here) <= self._places.look(here).keys():

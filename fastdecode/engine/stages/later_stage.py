@@ -1,4 +1,4 @@
-"""A stage behind the first: does what it is told, step by step, until it is let go."""
+"""A stage behind the first: runs the steps that it is sent, until the first stage ends it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _LOOK_EVERY_S = 0.05  # whether the replacement of a lost R-worker has answered
 
 
 class LaterStageForward:
-    """A step of a later stage: it leaves for the next one, or for the first.
+    """A step of a later stage, which is sent to the next one, or to the first.
 
     Args:
-        output: Of the stage's last layer, on its way to the host; of the last
-            stage, the rows that draw a token.
+        output: The output of the stage's last layer, on its way to the host. In the last stage
+            only rows that draw a token.
     """
 
     reports = ()
@@ -45,10 +45,10 @@ class LaterStageForward:
         self._leave = leave
 
     @property
-    def can_go_on(self) -> bool:
+    def can_advance(self) -> bool:
         return self.copy.done
 
-    def go_on(self) -> Tensor | None:
+    def advance(self) -> Tensor | None:
         self._leave(as_array(self.copy.host))
         return torch.empty((0, 0))
 
@@ -57,12 +57,12 @@ class LaterStageForward:
 
 
 class LaterStage:
-    """Runs the steps that the stage before passes on, and relays between the first
-    stage and its R-workers.
+    """Runs the steps that the stage before passes on, and relays between the first stage and its
+    R-workers.
 
     Args:
-        behind: The stage that it passes steps on to. None: home.
-        links: to the first, the one before and the one behind.
+        behind: The stage that it passes steps on to. None in the last stage.
+        links: Links to the first stage, the one before and the one behind.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class LaterStage:
         self._is_over = False
 
     def run(self) -> None:
-        """Until the first stage lets it go.
+        """Run until the first stage sends ``Shutdown``.
 
         Raises:
-            WorkerError: another stage is lost, or all R-workers are.
-            ProtocolError: another stage says what it mustn't.
+            WorkerError: If another stage is lost, or all R-workers are.
+            ProtocolError: If another stage sends what it mustn't.
         """
         while not self._is_over:
             self._tell_news()
@@ -126,7 +126,7 @@ class LaterStage:
         """Send a step's output to the next stage, if there is one. Report to the first stage,
         with the output from the last one."""
         self._s_worker.check()
-        self._tell_news()  # that a column was lost is told before what came of its rows
+        self._tell_news()  # the loss of a column is reported before the step's rows
         passed = self._passed.pop(step.lane)
         lost = columns_of({*passed.lost.tolist(), *self._fleet.lost})
         if self._next is not None:
@@ -148,11 +148,11 @@ class LaterStage:
         self._links.tell(FIRST_STAGE, done)
 
     def _tell_news(self) -> None:
-        """What R-workers have answered, and which of them are lost."""
+        """Report what R-workers have answered, and which of them are lost."""
         self._relay.pass_on(self._pipeline.take_news())
 
     def _obey(self, stage: int, message: FromAnyStage) -> None:
-        """Raises ProtocolError: that stage may not say that, or not now."""
+        """Raise ProtocolError if that stage may not send that, or not now."""
         if isinstance(message, StagePass):
             if stage != self._number - 1:
                 raise ProtocolError(f"stage {stage} passed a step to stage {self._number}")
@@ -168,7 +168,7 @@ class LaterStage:
             self._relay.obey(message)
 
     def _forget(self, column: HolderId) -> None:
-        """A column is greeted again: no step in flight gets an answer of it any more."""
+        """Lose a column that is greeted again in steps in flight, which get no answer from it."""
         if self._relay.forgets_answers:
             self._pipeline.lose(column)
 
@@ -192,7 +192,7 @@ class LaterStage:
     def _check(self, passed: StagePass) -> None:
         """
         Raises:
-            ProtocolError: no step can be like that.
+            ProtocolError: If no step can be like that.
         """
         num_columns, hidden_size = len(self._holders), self._s_worker.spec.hidden_size
         dtype = np.float32 if self._s_worker.model.dtype == torch.float32 else np.uint16

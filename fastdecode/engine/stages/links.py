@@ -25,25 +25,25 @@ from fastdecode.wire.traits import unasked
 from fastdecode.wire.transport import Connection, loss
 
 FromAnyStage: TypeAlias = FromStage | Failed | ToRWorker | StageMessage
-"""What stages say to each other. The first one asks, and gets answers; the
-others get orders, of the first and of the one before."""
+"""Messages between stages. The first stage asks, and gets answers. The others get orders from the
+first and from the one before."""
 StageConnection: TypeAlias = Connection[FromAnyStage, FromAnyStage]
 
 NOBODY = HolderId(-1)
-LOADING_TIMEOUT_S = 3600.0  # for a stage's weights to be read, by which it may give signs of life
+LOADING_TIMEOUT_S = 3600.0  # for reading a stage's weights
 LOADING_SILENCE_S = 30.0
-"""Meanwhile; what compiles kernels and reads weights shares its core with the
-thread that gives signs."""
+"""Silence time-out during that: compiling kernels and reading weights shares a core with the thread
+that gives signs of life."""
 
 
 class StageLinks:
-    """Sends to other stages, and keeps what they have said until it is asked
-    for. A stage that loses another one can't go on: then every method raises WorkerError.
+    """Sends to other stages, and keeps their messages until they are taken. A stage that loses
+    another one can't continue: then every method raises WorkerError.
 
     Args:
-        connections: By the stages' numbers, in the order in which the hub has
-            them, behind its R-workers'.
-        is_asked: This isn't the first stage: orders may come at any time.
+        connections: By the stages' numbers, in the order in which the hub has them, behind its
+            R-workers'.
+        is_asked: True if this isn't the first stage: orders may arrive at any time.
     """
 
     def __init__(self, connections: Mapping[int, StageConnection], *, is_asked: bool) -> None:
@@ -51,7 +51,7 @@ class StageLinks:
         self._stages = tuple(connections)
         self.is_asked = is_asked
         self._heard: deque[tuple[int, FromAnyStage]] = deque()
-        self.gone: set[int] = set()  # stages that nothing reaches any more
+        self.gone: set[int] = set()  # stages whose connections are lost
         self.num_columns = 0  # of R-workers
         self._owed: PendingReplies
         self._first: int
@@ -68,12 +68,12 @@ class StageLinks:
         return tuple(stage for stage in self._stages if stage)
 
     def join(self, owed: PendingReplies, first: int, num_columns: int) -> None:
-        """Make the stages peers number ``first`` and up, behind R-workers. ``owed``
-        keeps what they owe."""
+        """Make the stages peers number ``first`` and up, behind R-workers. ``owed`` keeps what
+        they owe."""
         self._owed, self._first, self.num_columns = owed, first, num_columns
 
     def patient(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, stages may take long to answer: they load their layers."""
+        """Return a context in which stages may take long to answer: they load their layers."""
         usual = self._owed.deadlines
         return self._owed.within(usual.at_least(LOADING_TIMEOUT_S, LOADING_SILENCE_S))
 
@@ -84,17 +84,17 @@ class StageLinks:
         return self._stages[index - self._first]
 
     def tell(self, stage: int, message: FromAnyStage) -> None:
-        """Send to a stage, that owes nothing for it."""
+        """Send a message that needs no answer to a stage."""
         try:
             self._connections[stage].send(message)
         except WorkerError as error:
             raise self.loss(stage, error) from None
 
     def take(self, index: int, message: FromAnyStage) -> int:
-        """Return the stage of a peer that has said something.
+        """Return the stage of a peer that has sent ``message``.
 
         Raises:
-            WorkerError: If it can't go on, or sends what was not asked for.
+            WorkerError: If it has failed, or sends what was not asked for.
         """
         stage = self._stage(index)
         if isinstance(message, Failed):
@@ -107,11 +107,12 @@ class StageLinks:
         return stage
 
     def keep(self, stage: int, message: FromAnyStage) -> None:
-        """Keep a stage's words until they are asked for."""
+        """Keep a stage's message until it is taken."""
         self._heard.append((stage, message))
 
     def take_heard(self) -> list[tuple[int, FromAnyStage]]:
-        """Return what stages have said, and which, in its order. Each is taken once."""
+        """Return the messages of stages in their order, each with its stage. Each is taken
+        once."""
         heard = list(self._heard)
         self._heard.clear()
         return heard
@@ -121,7 +122,7 @@ class StageLinks:
         return bool(self._heard)
 
     def heard_s(self, stage: int) -> float | None:
-        """Return when a stage last gave a sign of life. None: it gives none."""
+        """Return when a stage last gave a sign of life. None if it gives none."""
         return self._connections[stage].heard_s
 
     def lost(self, index: int, error: FastDecodeError) -> WorkerError:
@@ -129,9 +130,9 @@ class StageLinks:
         return self.loss(self._stage(index), error)
 
     def loss(self, stage: int, error: FastDecodeError) -> WorkerError:
-        """Return the error to raise when a stage is lost: its own, if it has said one."""
+        """Return the error to raise when a stage is lost: its own, if it has sent one."""
         name = self._connections[stage].peer
-        if not isinstance(error, ProtocolError):  # who says what can't be is still there
+        if not isinstance(error, ProtocolError):  # a stage that breaks the protocol still lives
             self.gone.add(stage)
         if (failed := last_words(self._connections[stage])) is not None:
             return failure(name, failed)
@@ -148,7 +149,7 @@ class StageLinks:
         return bool(self._welcomes)
 
     def greet(self, hellos: Mapping[int, StageHello]) -> None:
-        """Tell stages what they are to be; ``welcomes`` are due."""
+        """Send stages what they are to be. Their welcomes are due then."""
         num_layers = 0
         for stage, hello in hellos.items():
             self._owed.ask(self._index(stage), hello, NOBODY)
@@ -159,12 +160,12 @@ class StageLinks:
     def welcomes(self, stages: Collection[int]) -> dict[int, StageWelcome] | None:
         """Return the answers by stage, once all of these have answered."""
         self._listen()
-        answered = {stage: told for stage, told in self._welcomes.items() if stage in stages}
+        answered = {stage: each for stage, each in self._welcomes.items() if stage in stages}
         return answered if len(answered) == len(stages) else None
 
     def send(self, message: StagePass) -> None:
-        """Send a step to the stages, all of which have to report on it. Each layer of theirs,
-        and of those before them, may take its R-workers as long as any answer may."""
+        """Send a step to the stages, all of which have to report on it. Each layer of a stage, and
+        of those before it, may take its R-workers as long as any answer may."""
         for stage in self.later:
             num_answers = self._num_layers.get(stage, 1)
             self._owed.ask(self._index(stage), message, NOBODY, num_answers)
@@ -179,7 +180,7 @@ class StageLinks:
     def _listen(self) -> None:
         """
         Raises:
-            WorkerError: If a stage said what it may not say, or what it didn't owe.
+            WorkerError: If a stage sent what it didn't owe.
         """
         for stage, message in self.take_heard():
             if not self._owed.take_any(self._index(stage), message):
@@ -190,7 +191,7 @@ class StageLinks:
                 self._welcomes[stage] = message
 
     def shut_down(self) -> None:
-        """Let the later stages end, those that are still there."""
+        """End the later stages that are not lost."""
         for stage in self.later:
             if stage not in self.gone:
                 with contextlib.suppress(WorkerError):

@@ -1,9 +1,9 @@
-"""The R-workers of a pipeline: those of this stage, and, in the first stage, those of
-later ones, which it reaches over the links between stages.
+"""The R-workers of a pipeline: those of this stage, and, in the first stage, those of later ones,
+which it reaches over the links between stages.
 
-In the first stage, a column is a cache group: its R-worker in every stage is a
-member. What the first stage sends a member of a later stage goes over that stage's
-link, and so come its answers and reports (``fastdecode.wire.stages``).
+In the first stage, a column is a cache group: its R-worker in every stage is a member. Messages to
+a member of a later stage, its answers and its reports use that stage's link
+(``fastdecode.wire.stages``).
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from fastdecode.wire.stages import (
 )
 
 _NUM_ANSWERS: Final = 2
-"""That a relayed answer may take the time of: the stage has to give its R-worker up
-before the first one gives the stage up."""
+"""A relayed answer may take the time of two: the stage has to give its R-worker up before the
+first stage gives the stage up."""
 
 
 class StagePool(WorkerPool):
-    """Of a stage. Losing another stage raises WorkerError at once.
+    """The R-workers of a stage. Losing another stage raises WorkerError immediately.
 
     Args:
-        stages: the other stages, which the hub's last connections are to.
-        relayed: the stages whose R-workers this one reaches over their links.
-        num_columns: None: as many as R-workers that are connected here.
-        num_keepers: the last R-workers of each stage only keep replicas: these are no columns.
+        stages: The other stages, which the hub's last connections are to.
+        relayed: The stages whose R-workers this one reaches over their links.
+        num_columns: None for the number of R-workers that are connected here.
+        num_keepers: How many of each stage's last R-workers only keep replicas: no columns.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class StagePool(WorkerPool):
         comes any more (False). Of others neither was reported."""
         self._greetings: Counter[HolderId] = Counter()  # of members of later stages
         self._void: set[HolderId] = set()
-        """Members of later stages that have not answered to the last greeting: what
-        they say was asked before, or is of a greeting before."""
+        """Members of later stages that have not answered the last greeting. What they send until
+        then answers earlier messages."""
         self.addresses: dict[HolderId, str] = {}
         """What the R-workers that keep later stages' members call each other."""
         num_relayed = len(self._relayed) * self._num_each
@@ -102,15 +102,15 @@ class StagePool(WorkerPool):
         stages.join(self.pending, self._num_own, self.num_columns)
 
     def member(self, stage: int, column: int) -> HolderId:
-        """What a stage's R-worker of a column is called here."""
+        """Return the member that is a stage's R-worker of a column."""
         if not stage:
             return HolderId(column)
         place = self._relayed.index(stage)
         return HolderId(self._first_relayed + place * self._num_each + column)
 
     def begin_greeting(self, members: Iterable[HolderId]) -> None:
-        """These are about to be greeted again; what later stages' members were asked
-        before is void, and may never be answered."""
+        """Prepare for greeting members again: what later stages' members were asked before is
+        void, and may never be answered."""
         for member in members:
             if not self.is_here(member):
                 self.pending.forget(self.placement[member])
@@ -129,8 +129,8 @@ class StagePool(WorkerPool):
         super().revive(holder, has_cache=has_cache)
 
     def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
-        """See ``WorkerPool``. R-workers that only keep replicas are named, too: the first
-        stage knows each as a member."""
+        """Return the losses. R-workers that only keep replicas are among them: the first stage
+        knows each as a member."""
         lost = [(x, self.gone[x]) for x in self._keepers if x in self._untold]
         return [*super().take_losses(), *lost]
 
@@ -143,7 +143,7 @@ class StagePool(WorkerPool):
         return True
 
     def origin(self, index: int) -> tuple[int, int]:
-        """The stage of an R-worker, and its number there: at first, its column."""
+        """Return the stage of an R-worker, and its number there: at first, its column."""
         if index < self._num_own:
             return 0, index
         place, column = divmod(index - self._first_relayed, self._num_each)
@@ -203,10 +203,10 @@ class StagePool(WorkerPool):
         return None
 
     def _take_relayed(self, stage: int, said: OfMember) -> tuple[HolderId, Answer] | None:
-        """An answer, or a report, of a later stage's R-worker.
+        """Take an answer, or a report, of a later stage's R-worker.
 
         Raises:
-            WorkerError: the stage says what can't be.
+            WorkerError: If the stage sends what can't be true.
         """
         if stage not in self._relayed:
             raise self._stages.loss(stage, ProtocolError(f"it sent {type(said).__name__}"))
@@ -221,14 +221,14 @@ class StagePool(WorkerPool):
         return super()._taken(self._asked(member), self._in_members(stage, member, said))
 
     def _asked(self, member: HolderId) -> int:
-        """The place of the R-worker that was asked about a later stage's member: maybe one
-        that kept it then, and does no more."""
+        """Return the place of the R-worker that was asked about a later stage's member, which it
+        may have kept only then."""
         places = self._beside(member) if self.placement.has_moved else ()
         owes = (place for place in places if self.pending.num_about(place, member))
         return next(owes, self.placement[member])
 
     def _beside(self, member: HolderId) -> list[HolderId]:
-        """All places of the stage of a later stage's member."""
+        """Return all places of the stage of a later stage's member."""
         stage, _ = self.origin(member)
         return [self.member(stage, column) for column in range(self._num_each)]
 
@@ -239,7 +239,7 @@ class StagePool(WorkerPool):
         raise self._stages.loss(stage, ProtocolError(text))
 
     def _in_members(self, stage: int, member: HolderId, said: OfMember) -> FromRWorker:
-        """The same with members' names in place of columns'."""
+        """Return the message with members' names in place of columns'."""
         match said:
             case StageAnswer():
                 if said.code:
@@ -257,7 +257,7 @@ class StagePool(WorkerPool):
         return structs.replace(said, holder=member)
 
     def _places(self, message: ToRWorker, member: HolderId, column: int) -> ToRWorker:
-        """The same with columns' names in place of members'."""
+        """Return the message with columns' names in place of members'."""
         if isinstance(message, Hello):  # the stage has made its own
             return cast(ToRWorker, GreetColumn(column, self._greetings[member]))
         if isinstance(message, DropCache):
@@ -277,13 +277,13 @@ class StagePool(WorkerPool):
 
 
 class ColumnPool(GroupPool):
-    """Of the first stage, to which a holder is a column: an R-worker of every stage.
+    """The columns of the first stage. Each is a holder, with an R-worker of every stage.
 
-    Where R-workers share out the heads, this stage's R-workers and the group of each
-    other stage are members of one column.
+    Where R-workers share out the heads, this stage's R-workers and the group of each other stage
+    are members of one column.
 
     Args:
-        layers: of each stage that has R-workers.
+        layers: The layers of each stage.
     """
 
     def __init__(

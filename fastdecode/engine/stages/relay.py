@@ -1,5 +1,5 @@
-"""A later stage between the first one and the R-workers of its own: what the first
-stage sends them, and what they answer and report."""
+"""A later stage between the first one and its own R-workers: what the first stage sends them, and
+what they answer and report."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ Relayed: TypeAlias = Room | Replicate | Restore | TakeOver | DropCache
 
 
 class ColumnRegreeting:
-    """Greets a later stage's R-workers again, and the replacements of lost ones. Each
-    R-worker is a column's.
+    """Greets a later stage's R-workers again, and the replacements of lost ones. Each R-worker has
+    a column of its own.
 
     Args:
         places: R-workers that may replace a lost one.
-        most_blocks: of each; none: as many as it has.
+        most_blocks: The most KV blocks of each. An R-worker without a number offers all it has.
     """
 
-    forgets_answers = False  # to what its R-workers were asked before
+    forgets_answers = False  # R-workers still answer what they were asked before
 
     def __init__(
         self,
@@ -74,36 +74,35 @@ class ColumnRegreeting:
         places.limit(self._most_blocks)
 
     def found(self) -> list[int]:
-        """Columns that are lost and may be greeted again."""
+        """Return columns that are lost and may be greeted again."""
         return sorted(self._places.look(self._pool.gone.keys()))
 
     @property
     def is_over(self) -> bool:
-        """Whether no replacement of a lost one comes any more."""
+        """True if no lost R-worker can be replaced any longer."""
         return not self._places.timeout_s
 
     def greet(self, column: HolderId) -> None:
-        """Greet a column's R-worker; if it is lost, its replacement, if that waits."""
+        """Greet a column's R-worker, or the replacement of a lost one, if that waits."""
         if column in self._pool.gone and column in self._places.look([column]):
             self._places.admit(column)
             self._pool.revive(column)
         self._pool.send(column, limited(self._hello, self._most_blocks, column))
 
     def answered(self) -> None:
-        """The greeted R-workers have answered."""
+        """Note that the greeted R-workers have answered."""
 
 
 class HeadsRegreeting:
-    """See ``ColumnRegreeting``; all R-workers are one column, and share its heads: the
-    remaining ones, and replacements.
+    """Greets R-workers that share the heads of one column: the remaining ones, and replacements.
 
     Args:
-        places: R-workers that may replace a lost one; None: there are none.
+        places: R-workers that may replace a lost one. None if there are none.
     """
 
     forgets_answers = True
     is_over = False
-    """The remaining R-workers go on; without any, the stage ends (``found``)."""
+    """The remaining R-workers continue. Without any, the stage ends (``found``)."""
 
     def __init__(
         self, fleet: GroupPool, hello: Hello, deadlines: Deadlines, places: Replacements | None
@@ -115,10 +114,10 @@ class HeadsRegreeting:
         self._places = places
 
     def found(self) -> list[int]:
-        """See ``ColumnRegreeting``.
+        """Return the column if it is lost and may be greeted again.
 
         Raises:
-            WorkerError: no R-worker is left, and no replacement may come.
+            WorkerError: If no R-worker is left, and no replacement may come.
         """
         gone = self._members.gone
         if self._places is not None:
@@ -135,8 +134,7 @@ class HeadsRegreeting:
         return [GROUP]
 
     def greet(self, column: HolderId) -> None:
-        """See ``ColumnRegreeting``. Members may have to compile kernels for other numbers
-        of heads."""
+        """Greet all members, which may have to compile kernels for other numbers of heads."""
         self._members.pending.deadlines = self._deadlines.while_greeting()
         self._fleet.revive(column)
         self._fleet.send(column, self._hello)
@@ -152,8 +150,8 @@ class Relay:
     """Passes messages on, in their order.
 
     Args:
-        regreeting: greets R-workers again; None: lost ones have no replacements.
-        addresses: what the R-workers that keep columns call each other, as it is; empty:
+        regreeting: Greets R-workers again. None if lost ones have no replacements.
+        addresses: What the R-workers that keep columns call each other, kept up to date. Empty if
             they do not reach each other.
     """
 
@@ -173,19 +171,19 @@ class Relay:
         self._regreeting = regreeting
         self._addresses = addresses
         self._reported: dict[int, type[ColumnReady | ColumnVacant]] = {}
-        """Of lost R-workers: what was reported last of their replacements."""
+        """The latest report on each lost R-worker's replacement."""
         self._numbers: dict[int, int] = {}  # of each column's last greeting
         self._num_due: Counter[int] = Counter()  # greetings that R-workers have not answered
 
     @property
     def _gone(self) -> Mapping[int, WorkerError]:
-        """The lost R-workers by their numbers; where they share heads, their column."""
+        """The lost R-workers by their numbers, or their column where they share heads."""
         lost: Mapping[Any, WorkerError] = self._pool.lost
         return self._members.gone if self._pool is self._members else lost
 
     @property
     def forgets_answers(self) -> bool:
-        """Whether a column that is greeted again answers nothing that it was asked before."""
+        """True if a column that is greeted again answers nothing that it was asked before."""
         return self._regreeting is not None and self._regreeting.forgets_answers
 
     @property
@@ -193,10 +191,10 @@ class Relay:
         return self._regreeting is not None and bool(self._gone)
 
     def obey(self, message: FromAnyStage) -> None:
-        """The first stage has sent this.
+        """Carry out a message of the first stage.
 
         Raises:
-            ProtocolError: it may not, or there is no such column.
+            ProtocolError: If it may not send that, or there is no such column.
         """
         match message:
             case PlaceColumn():
@@ -222,8 +220,8 @@ class Relay:
                 raise ProtocolError(f"the first stage sent {type(message).__name__}")
 
     def _stop_serving(self, column: HolderId, worker: HolderId) -> None:
-        """An R-worker is to drop the cache of a lost column that it has taken over: steps
-        in flight, which still have rows of that column, send it nothing of them."""
+        """Prepare for an R-worker to drop the cache of a lost column that it has taken over: steps
+        in flight that have rows of that column send it none of them."""
         placement = self._members.placement
         if column != worker and placement[column] == placement[worker]:
             placement.give_back(column)
@@ -262,15 +260,15 @@ class Relay:
         self._links.tell(FIRST_STAGE, ColumnLost(worker, error.code, error.message))
 
     def _report(self, what: type[ColumnReady | ColumnVacant], workers: Iterable[int]) -> None:
-        """Whether lost R-workers have replacements, unless it was reported last."""
+        """Report whether lost R-workers have replacements, unless that was the last report."""
         for worker in workers:
             if self._reported.get(worker) is not what:
                 self._reported[worker] = what
                 self._links.tell(FIRST_STAGE, what(worker))
 
     def _greet(self, column: HolderId, number: int) -> None:
-        """Greet the R-worker of a column again, or its replacement; if there is
-        none, it is lost once more."""
+        """Greet the R-worker of a column again, or its replacement. Without one, report the loss
+        once more."""
         assert self._regreeting is not None
         self._reported.pop(column, None)
         self._numbers[column] = number
@@ -281,7 +279,7 @@ class Relay:
             self._report_lost(column, error)
 
     def _take_welcome(self, column: HolderId, answer: Welcome) -> None:
-        """A column's R-worker has answered to a greeting: the first stage hears of the last."""
+        """Take in a column's answer to a greeting. Report the answer to the last one."""
         assert self._regreeting is not None
         self._num_due[column] -= 1
         if not self._num_due[column]:

@@ -94,7 +94,7 @@ class DeviceWorker(InlineConnection):
 
         Returns:
             Where they go, by rows in the order of ``begin``'s sequences (decoded ones, later
-            chunks, first chunks); the cache's books; and what attends in the cache.
+            chunks, first chunks); the cache's books; and a call that attends in the cache.
         """
         self.work()
         if not self.is_open:

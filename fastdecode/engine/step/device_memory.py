@@ -34,8 +34,8 @@ _CELL = 8  # elements of int4 that share 4 bytes in a stored row
 
 
 class DeviceMemory:
-    """See ``rworker.tiers.mover.CacheMemory``. A block of a layer is its K and V, and behind them
-    their scales, if there are any. Call its methods of blocks in threads that nobody waits for.
+    """A cache on a device as a ``rworker.tiers.mover.CacheMemory``. A layer's block is its K and V,
+    then their scales, if any. Call the methods that move blocks in background threads only.
 
     Args:
         cache: on the device, or what such a cache has in the host's memory.

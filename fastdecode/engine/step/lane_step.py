@@ -56,7 +56,7 @@ class StepRecord:
 
 
 class HostCopy(Protocol):
-    """What is on its way to the host."""
+    """Data on its way to the host."""
 
     @property
     def done(self) -> bool:
@@ -114,25 +114,25 @@ class Attention(Protocol):
 
     @property
     def holders(self) -> Seq[Holder]:
-        """What they are, by their ids."""
+        """The kinds of holders, by their ids."""
 
     def begin(self, batch: StepBatch, s_worker: SWorker) -> tuple[StepRecord, Begun]:
-        """Begin a step: make room for its tokens where their K and V will be."""
+        """Begin a step: make room for the K and V of its tokens."""
 
 
 class StageForward(Protocol):
-    """A step's way on, when a stage of several has run its own layers."""
+    """A step's way through other stages, when a stage has run its own layers."""
 
     @property
     def copy(self) -> HostCopy:
         """The stage's output, on its way to the host."""
 
     @property
-    def can_go_on(self) -> bool:
-        """True if ``go_on`` has something to do."""
+    def can_advance(self) -> bool:
+        """True if ``advance`` has something to do."""
 
-    def go_on(self) -> Tensor | None:
-        """Send what is here, or take in what has come back.
+    def advance(self) -> Tensor | None:
+        """Send the output, or take in what other stages have returned.
 
         Returns:
             The step's logits [R, vocab], once there are any. At stages behind the first R is 0.
@@ -197,11 +197,11 @@ class LaneStep:
         return remote is None or remote.settled
 
     @property
-    def can_go_on(self) -> bool:
+    def can_advance(self) -> bool:
         """True if the next layer may be computed, or the step is over."""
         if self.logits is None:
             if self.passage is not None:
-                return self.passage.can_go_on
+                return self.passage.can_advance
             is_ready = True
             for part in self.begun.parts:
                 is_ready = is_ready and part.ready()

@@ -1,8 +1,8 @@
 """The rows of a step that several attend: o is merged by log-sum-exp.
 
-Each holder of a closed part says what its keys give, o and their log-sum-exp. Once all have
-answered, the closed parts are merged into what the growing part has given, part by part from the
-first on: so a token depends neither on who answered first nor on which holder has which part.
+Each holder of a closed part answers with o and the log-sum-exp of its keys. Once all have answered,
+the closed parts are merged into the growing part's o, in the order of parts: so a token depends
+neither on which holder answered first nor on which holder has which part.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Merge:
         return self._sinks is not None
 
     def answered_rows(self, span: HolderSpan) -> slice:
-        """Return the rows whose o is the holder's own, before closed parts are merged."""
+        """Return the rows whose o the holder answers, before closed parts are merged."""
         later = self._later.get(span.holder)
         return slice(
             span.query_rows.start, span.query_rows.stop if later is None else later.rows.start

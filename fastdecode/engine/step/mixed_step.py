@@ -44,12 +44,12 @@ class DeviceLane:
     """How decode steps of the home lane run: what is known from one to the next.
 
     While no sequence is away they run as with all KV on the device, as one graph. While some are,
-    slice by slice, so that lanes that are away come between. Now and then one runs layer by
-    layer, which times its attention: within a graph it cannot be timed.
+    slice by slice, so that lanes that are away run in between. Now and then a step runs layer by
+    layer to time its attention, which is impossible within a graph.
 
     Args:
-        whole: Runs them in fixed memory. None if there are no kernels for it, or no graphs, and
-            all steps run layer by layer.
+        whole: Runs them in fixed memory. None without kernels or graphs for that: then all steps
+            run layer by layer.
     """
 
     def __init__(self, whole: WholeSteps | None = None) -> None:

@@ -167,7 +167,7 @@ class Pipeline:
             for step in self._steps.values():
                 if step.is_looked_at:
                     are_looked_at = True
-                    if step not in ready and step.can_go_on:
+                    if step not in ready and step.can_advance:
                         ready.append(step)
             if self._is_hybrid and ready:
                 self._take_in_all()
@@ -186,7 +186,7 @@ class Pipeline:
             if step.logits is not None:
                 if step.fed_by is None and not step.is_drawn:
                     self._draw(step, draw)
-                if step.can_go_on:
+                if step.can_advance:
                     self._leave(step)
                     return step
 
@@ -231,7 +231,7 @@ class Pipeline:
         started, layer = time.perf_counter(), None
         passage, forward = step.passage, step.forward
         if passage is not None:
-            step.logits = passage.go_on()
+            step.logits = passage.advance()
         elif step.advance():
             layer = forward.layer
             if leaving := step.scatter():
@@ -323,7 +323,7 @@ class Pipeline:
             )
         step.s_compute_s += time.perf_counter() - arrived_s
         self._num_awaited = len(remote.awaited)
-        if is_last and step not in self._ready and step.can_go_on:
+        if is_last and step not in self._ready and step.can_advance:
             self._ready.append(step)
 
     def _first_to_come(self) -> Arrival | None:
@@ -333,7 +333,7 @@ class Pipeline:
         # The others await answers alone, and weren't ready when the pipeline looked.
         looked_at = [x for x in self._steps.values() if x.is_looked_at or x.fed_by is not None]
         copies = [copy for step in looked_at for copy in step.coming]
-        if any(step.can_go_on or step.has_come for step in looked_at):
+        if any(step.can_advance or step.has_come for step in looked_at):
             return None  # by now
         if unsent is None and not copies and not self._is_hybrid:
             return fleet.receive()
@@ -356,8 +356,8 @@ class Pipeline:
             return [received]
         has_come = self._dispatch() or any(copy.done for copy in copies)
         # A lane on the device says so only when it is asked.
-        can_go_on = self._is_hybrid and any(
-            step.can_go_on or step.has_come for step in self._steps.values()
+        can_advance = self._is_hybrid and any(
+            step.can_advance or step.has_come for step in self._steps.values()
         )
-        has_changed = has_come or can_go_on or fleet.has_moves or fleet.lost.keys() != lost
+        has_changed = has_come or can_advance or fleet.has_moves or fleet.lost.keys() != lost
         return [] if has_changed else None

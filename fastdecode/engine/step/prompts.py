@@ -160,7 +160,8 @@ class DevicePrefill:
         spans = list(batch.spans)
         for span in batch.local:
             chunks = list(_chunks(batch, span))
-            found = [self._go_on(chunk) if span.merge else self._take(chunk) for _, chunk in chunks]
+            take = self._continue if span.merge else self._take
+            found = [take(chunk) for _, chunk in chunks]
             if span.merge and None in found:
                 for _, chunk in chunks:
                     self._prompts.pop(chunk.sequence, None)
@@ -200,7 +201,7 @@ class DevicePrefill:
         self._rooms.add(held)
         return held
 
-    def _go_on(self, chunk: Chunk) -> _DevicePrompt | None:
+    def _continue(self, chunk: Chunk) -> _DevicePrompt | None:
         """Return the place of a prompt. None if it lacks tokens before this chunk."""
         held = self._prompts.get(chunk.sequence)
         if held is None or held.num_tokens != chunk.first:

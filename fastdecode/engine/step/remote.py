@@ -65,7 +65,7 @@ class AttentionPlan:
     def begin(
         self, batch: StepBatch, s_worker: SWorker, beside: Seq[HolderSpan] = ()
     ) -> tuple[StepRecord, Begun]:
-        """Begin a step. ``beside``: spans that are attended elsewhere, for its record."""
+        """Begin a step. ``beside``: Spans that are attended elsewhere, and in the step's record."""
         if not batch.local and not batch.closed and self.sinks is None:
             record = StepRecord((*batch.spans, *beside))
             remote = RemotePart(self, batch, record)
@@ -159,7 +159,7 @@ class RemotePart:
         return Share(span.query_rows, closed, span.rows, self._answered_rows(span))
 
     def _answered_rows(self, span: HolderSpan) -> slice:
-        """Return the rows whose o is what the holder answers."""
+        """Return the rows whose o the holder answers."""
         return span.query_rows if self._merge is None else self._merge.answered_rows(span)
 
     def scatter(

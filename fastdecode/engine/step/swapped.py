@@ -1,10 +1,10 @@
 """KV that is swapped (``--kv-placement swap``): every lane's is in the host's memory, and two
 lanes' are on the device.
 
-To the engine each lane's KV is a holder of its own, with as many blocks as one of the device's
-two slots has; sequences of a lane go to its own holder (``OwnHolders``), so a step sees one
-holder, as with any KV on the device. Which lane is next is foreseen: the one whose last step
-began longest ago, of those that have anything to bring.
+To the engine each lane's KV is a holder, with the blocks of one of the device's two slots.
+Sequences of a lane go to its holder (``OwnHolders``), so a step sees one holder, as with any KV on
+the device. The next lane is foreseen: of those that have anything to bring, it is the one whose
+last step began longest ago.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from sworker.host_blocks import BlockMemory, HostBlocks
 from sworker.paged import BlockKernels, PagedKV, PagedStep, StoredKV
 
 AttendPaged: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, PagedStep, "Tensor | None"], Tensor]
-"""See ``PagedKV.attend``."""
+"""Attends in a cache as ``PagedKV.attend`` does."""
 
 
 class TorchExecutor:
@@ -96,15 +96,15 @@ class TorchExecutor:
     def begin_step(
         self, holder: HolderId, begin: BeginStep, appended: Appended, store: KVStore
     ) -> AttendPaged:
-        """Prepare a holder's cache for a step: it finds what it reads, and its own
-        copies of blocks that others share. Returns what attends in it."""
+        """Prepare a holder's cache for a step: its own copies of blocks that others share. Return
+        what attends in the cache."""
         cache = self.caches[holder]
         if appended.copy_sources.size:
             cache.copy_blocks(appended.copy_sources, appended.copy_targets)
         return cache.attend
 
     def end_step(self, holder: HolderId) -> None:
-        """Note that all layers of a step are done, or queued on the device."""
+        """End a step, all layers of which are done, or queued on the device."""
 
     def copy_blocks(self, copy: CopyBlocks) -> None:
         self._stored(copy.holder).copy_blocks(copy.source_ids, copy.target_ids)
