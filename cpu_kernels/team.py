@@ -3,13 +3,13 @@
 """A team of threads that runs the units of one call at a time, and never needs the GIL for it.
 
 Its helpers are Python threads that enter compiled code once and stay there: they spin for a little
-while, then sleep on a futex. The caller publishes a call, works on it like everybody else (units
+while, then sleep on a futex. The caller publishes a call, works on it as each helper does (units
 are claimed one by one from a shared counter), closes the call when no unit is left, and waits for
 the helpers that are still at work; a helper that hasn't woken up by then is not waited for. OpenMP
 would do as much, but its runtime isn't on every host, and Numba's own fallback aborts when two
 Python threads call at once.
 
-Where the calling thread runs OpenMP regions of somebody else's between our calls (torch's matrix
+Where the calling thread runs other OpenMP regions between our calls (those of torch's matrix
 products), two sets of threads would spin on the same cores. There an ``OpenMPTeam`` has the
 threads of that runtime run the units."""
 

@@ -51,9 +51,9 @@ class HostBlocks:
         for slot, block in zip(slots, blocks, strict=True):
             rows = slice(block * self._block_size, (block + 1) * self._block_size)
             for stored, pool in self._pairs:
-                there, here = stored[slot], pool[:, :, rows]
-                there, here = (here, there) if is_fetch else (there, here)
-                there.copy_(here, non_blocking=True)
+                host, device = stored[slot], pool[:, :, rows]
+                target, source = (device, host) if is_fetch else (host, device)
+                target.copy_(source, non_blocking=True)
 
     def _room(self, pool: Tensor) -> Tensor:
         """[num_slots, num_layers, 2, block_size, …] for blocks of a pool."""

@@ -17,8 +17,8 @@ from fastdecode.core.spec import AttentionSpec, KVSpec
 from sworker.paged import NOWHERE, BlockKernels, PagedKV, PagedStep, Prompt
 
 MAX_ERRORS: Final = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""By the activations' dtype: largest deviation that rounding explains, relative to the largest
-value."""
+"""Largest deviation that rounding explains, relative to the largest value, by the activations'
+dtype."""
 _INT8_ERROR = 1e-2
 """With a cache of int8, at the least: a value at the middle between two whole numbers may be
 rounded to either, a step of 1/127."""

@@ -231,6 +231,9 @@ class PagedKV:
         self.sinks: Sequence[Tensor] | None = None
         """Of each layer, float32 [Hq]: every o has had them. Set before the
         first step, or not at all."""
+        self._num_sms = _DEFAULT_NUM_SMS
+        if self.pool.device.type == "cuda":
+            self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._slopes = {
             spec: torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=device)
             for spec in self.attention
@@ -337,11 +340,8 @@ class PagedKV:
         return plan_decode(context_lens, window, num_shares, num_rows)
 
     def _num_shares(self, programs_per_sm: int) -> int:
-        """As many pieces of work of one KV head keep all multiprocessors busy."""
-        num_sms, device = _DEFAULT_NUM_SMS, self.pool.device
-        if device.type == "cuda":
-            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        return -(-programs_per_sm * num_sms // self.kv.num_kv_heads)
+        """Return how many pieces of work of one KV head keep all multiprocessors busy."""
+        return -(-programs_per_sm * self._num_sms // self.kv.num_kv_heads)
 
     def _scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
         return None if self.scales is None else (self.scales[layer, 0], self.scales[layer, 1])

@@ -57,7 +57,7 @@ def read_object(
         parse: of another format than JSON; raises ValueError.
 
     Raises:
-        FastDecodeError: as ``refuse`` words it: see ``read_bytes``, or it holds something else.
+        FastDecodeError: Made by ``refuse``, if ``read_bytes`` raises or the file holds no object.
     """
     data = read_bytes(path, most_bytes=most_bytes, refuse=refuse)
     try:

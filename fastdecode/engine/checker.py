@@ -25,15 +25,15 @@ from fastdecode.text.reasoning import REASONING_FORMATS
 MOST_SOUND: Final = 1024  # structured outputs that are known to be sound
 
 MOST_PROMPT_LOGPROBS: Final = 2_000_000
-"""Of a request: its answer is one message between processes."""
+"""Most log-probabilities of one request's prompt: its answer is one message between processes."""
 
 
 class RequestChecker:
     """Tokenises prompts, and refuses what a model can't do.
 
     Args:
-        begun: what an earlier run had drawn for requests of the same ids.
-        seeds: seeds of requests that have none, in turn; None: random ones.
+        begun: What an earlier run has drawn for requests of the same ids.
+        seeds: Gives seeds of requests that have none, in turn. None for random ones.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RequestChecker:
         self._latest_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (), ()
 
     def tokenise(self, prompt: Prompt) -> tuple[int, ...]:
-        """A prompt's token ids. Raises RequestError."""
+        """Return a prompt's token ids. Raises RequestError."""
         prompt = check_prompt(prompt)
         if isinstance(prompt, str):
             return self._checked(
@@ -73,7 +73,7 @@ class RequestChecker:
         return tuple(token_ids)
 
     def check(self, arrived: PromptRequest, token_ids: tuple[int, ...]) -> Request:
-        """The request, with its prompt's tokens. Raises RequestError."""
+        """Return the request, with its prompt's tokens. Raises RequestError."""
         params = arrived.params
         validate_for_vocab(params, self._vocab_size)
         limit = self._max_model_len
@@ -107,7 +107,7 @@ class RequestChecker:
         )
 
     def _truncated(self, token_ids: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
-        """The end of a prompt that is to be cut; all of another."""
+        """Return the end of a prompt that is to be cut, or all of another."""
         most = params.truncate_prompt_tokens
         if most == -1:
             room = self._max_model_len - min(params.max_tokens or 1, self._max_model_len - 1)
@@ -117,8 +117,8 @@ class RequestChecker:
     def _structured(
         self, params: SamplingParams, wanted: StructuredOutputs, token_ids: tuple[int, ...]
     ) -> SamplingParams:
-        """The parameters with checked structured outputs, which begin where this
-        prompt leaves the reasoning."""
+        """Return the parameters with checked structured outputs, which begin where this prompt
+        leaves the reasoning."""
         family = REASONING_FORMATS.get(wanted.reasoning or "")
         if family is not None and not wanted.in_reasoning:
             state = family.prompt_state(self._codec.prompt_end(token_ids))
@@ -139,7 +139,7 @@ class RequestChecker:
         self._sound.add(wanted)
 
     def _bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Each word's tokens, as they begin a text and as they follow a space."""
+        """Return each word's tokens, as they begin a text and as they follow a space."""
         if not words or words == self._latest_words[0]:  # requests of one file mostly have the same
             return self._latest_words[1] if words else ()
         if self._codec.vocabulary is None:
@@ -156,8 +156,8 @@ class RequestChecker:
     def _drawn(
         self, arrived: PromptRequest, token_ids: tuple[int, ...], max_tokens: int
     ) -> dict[int, tuple[int, ...]]:
-        """What an earlier run has drawn for each sequence of this very request.
-        Where logprobs are wanted, which nobody has kept, it is drawn again."""
+        """Return what an earlier run has drawn for each sequence of this very request. If
+        logprobs are wanted, which were not kept, all is drawn again."""
         begun = self._begun.get(arrived.request_id)
         params = arrived.params
         wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
@@ -171,7 +171,7 @@ class RequestChecker:
 
 
 def _check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
-    """Raises RequestError: the answer would be too large for a message."""
+    """Raise RequestError if the answer would be too large for a message."""
     count = params.prompt_logprobs
     if count is None or num_tokens * (1 + count) <= MOST_PROMPT_LOGPROBS:
         return

@@ -11,7 +11,7 @@ step is scheduled, what a layer computes, or where an R-worker runs.
 
 When an R-worker is lost, its sequences start again elsewhere, and what was cached is recomputed
 from their tokens, prompt and generated alike. Since a token depends on the sequence alone, the
-text goes on as if nothing had happened.
+text does not change.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Engine:
     """Runs requests to their end. Not thread-safe: one thread submits and steps.
 
     Args:
-        recovery: Decides what follows the loss of an R-worker. None: its sequences are
+        recovery: Decides what follows the loss of an R-worker. If None, its sequences are
             recomputed, and nothing replaces it.
     """
 
@@ -96,14 +96,14 @@ class Engine:
         self._answer_at_once = all(holder.answers_at_once for holder in pipeline.holders)
         self._timed = _timed_holders(pipeline)
         self._is_idle = False  # nothing could be started, and nothing has happened since
-        # By lane: of steps that are over, on their way to the host.
+        # Tokens of steps that are over, on their way to the host, by lane.
         self._coming: dict[int, StepSamples] = {}
         self.broken: FastDecodeError | None = None
-        """Why a step broke down, after which it takes no requests any more."""
+        """Why a step broke down. After that the engine takes no requests."""
 
     @property
     def num_unfinished_sequences(self) -> int:
-        """Sequences that are waiting or running: a request's n."""
+        """Sequences that are waiting or running. A request has n."""
         return self.requests.num_sequences
 
     @property
@@ -113,13 +113,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything: for requests, or for what is left of cancelled ones."""
+        """True if a step would do anything: for requests, or for the rest of cancelled ones."""
         return bool(self.requests) or self._has_pending
 
     @property
     def pause_s(self) -> float:
-        """How long a step would do nothing, whatever work there is: all R-workers
-        are lost and others may come, or an extension waits for other engines."""
+        """How long a step would do nothing, whatever work there is: all R-workers are lost and
+        replacements may come, or an extension waits for other engines."""
         if self._recovery.pause_s or not self._is_idle:
             return self._recovery.pause_s
         pauses_s = [extension.idle_pause_s for extension in self._reporting]
@@ -129,7 +129,7 @@ class Engine:
         return figures_of(self.stats, self._lifecycle.scheduler, self._fleet)
 
     def give_role(self, role: InstanceRole) -> None:
-        """What it will be given from now on, one instance among others."""
+        """Prepare for what an instance with this role is given."""
         self._lifecycle.scheduler.set_whole_prompts(role is InstanceRole.PREFILL)
 
     def submit(self, request: Request, listener: Listener | None = None) -> None:
@@ -137,9 +137,9 @@ class Engine:
         with one.
 
         Raises:
-            RequestError: an unfinished request has the same id, or its text can't be made.
-            CapacityError: the request could never fit on any R-worker; nothing was queued.
-            FastDecodeError: the engine broke down before, with this error.
+            RequestError: If an unfinished request has the same id, or its text can't be made.
+            CapacityError: If the request could never fit on any R-worker. Nothing is queued.
+            FastDecodeError: If the engine broke down before, with this error.
         """
         if self.broken is not None:
             raise copy(self.broken)
@@ -154,12 +154,12 @@ class Engine:
             raise
 
     def end_conversation(self, token_ids: Seq[int], salt: str) -> None:
-        """Nobody goes on with a conversation that has come to these tokens."""
+        """Release what is kept for a conversation that has ended with these tokens."""
         self._apply(events.Ended(tuple(token_ids), salt))
 
     def cancel(self, request_id: str) -> bool:
-        """Forget an unfinished request; False if there is none of this id. What it holds is
-        free as soon as the step in flight is over, at the latest."""
+        """Forget an unfinished request. Return False if none has this id. Its memory is free when
+        the step in flight is over, or earlier."""
         if request_id not in self.requests:
             return False
         self.requests.forget(request_id)
@@ -167,8 +167,8 @@ class Engine:
         return True
 
     def cancel_waiting(self, among: Container[str] | None = None) -> list[str]:
-        """Forget the requests, ``among`` these or all, of which nothing has run
-        yet. Returns their ids."""
+        """Forget the requests, ``among`` these or all, of which nothing has run yet. Return their
+        ids."""
         untouched = self._lifecycle.sequences.untouched_requests()
         waiting = [request_id for request_id in untouched if among is None or request_id in among]
         for request_id in waiting:
@@ -176,24 +176,24 @@ class Engine:
         return waiting
 
     def abandon(self, error: FastDecodeError) -> None:
-        """A step broke down: end every unfinished request with this error. The engine takes no
-        requests from then on, since what its R-workers hold is unknown."""
+        """End every unfinished request with this error, after a step broke down. The engine then
+        takes no requests, since what its R-workers hold is unknown."""
         self.broken = without_frames(error)
         self.requests.fail_all(error)
 
     def look(self) -> None:
-        """Find out which R-workers are lost, and which have come, while there is
-        no work: steps do so otherwise.
+        """Find out which R-workers are lost or replaced, while there is no work: steps do so
+        otherwise.
 
         Raises:
-            WorkerError: no R-worker is left.
+            WorkerError: If no R-worker is left.
         """
         self._fleet.look()
         self._take_news()
         self._recovery.is_stranded()
 
     def set_num_lanes(self, num_lanes: int) -> None:
-        """Go on with so many lanes, when the steps in flight have ended."""
+        """Change the number of lanes, once the steps in flight have ended."""
         if num_lanes == self._pipeline.num_lanes:
             return
         while self._pipeline.in_flight:
@@ -206,12 +206,12 @@ class Engine:
             extension.regrouped(num_lanes)
 
     def step(self) -> None:
-        """Run until some lane has finished a step, or until there is nothing to
-        run (see ``pause_s``).
+        """Run until some lane has finished a step, or until there is nothing to run (see
+        ``pause_s``).
 
         Raises:
-            WorkerError: no R-worker is left, or the S-worker failed.
-                ``abandon`` is all that can be done then.
+            WorkerError: If no R-worker is left, or the S-worker failed. Only ``abandon`` may
+                follow.
         """
         try:
             self._step()
@@ -238,7 +238,7 @@ class Engine:
             is_prefill = _runs_prompt(pipeline)
             runs = bool(pipeline.in_flight)
             self._run_on()
-            if not runs:  # what was waited for before a step is none of its time
+            if not runs:  # waits before a step are not part of its time
                 began, began_wait_s = time.perf_counter(), pipeline.wait_s
         ended, wait_s = time.perf_counter(), pipeline.wait_s
         stats.count_time(ended - started, wait_s - before_s, is_prefill=is_prefill)
@@ -249,8 +249,8 @@ class Engine:
 
     @property
     def _has_pending(self) -> bool:
-        """Whether a step is in flight, tokens are on their way to the host, or
-        an answer about a room is owed."""
+        """True if a step is in flight, tokens are on their way to the host, or an answer about a
+        room is owed."""
         return bool(self._pipeline.in_flight or self._coming or self._lifecycle.is_owed)
 
     def _launch_idle(self) -> None:
@@ -263,10 +263,10 @@ class Engine:
             for lane in self._pipeline.idle:
                 self._launch(lane)
         for lane in set(self._coming).intersection(self._pipeline.idle):
-            self._take_in(lane)  # nobody steps with them
+            self._take_in(lane)  # no step of that lane follows
 
     def _run_on(self) -> None:
-        """Run until some lane has finished its step, or there is news."""
+        """Run until some lane has finished its step, or news has arrived."""
         if not self._pipeline.in_flight and self._coming:
             self._take_in_all()
             return
@@ -277,11 +277,10 @@ class Engine:
             self._finish_step(finished)
 
     def _take_news(self) -> None:
-        """Apply what R-workers have answered, which of them were lost, and what
-        extensions have to tell.
+        """Apply what R-workers have answered, which of them were lost, and events of extensions.
 
         Raises:
-            WorkerError: another S-worker goes on with this session.
+            WorkerError: If another S-worker has resumed this session.
         """
         for holder, news in self._pipeline.take_news():
             self._take(holder, news)
@@ -312,7 +311,7 @@ class Engine:
         """Apply an event to the state of sequences, and carry out what follows.
 
         Raises:
-            CapacityError: a submitted request could never fit.
+            CapacityError: If a submitted request could never fit.
         """
         self._is_idle = False
         for instruction in self._lifecycle.handle(event):
@@ -338,7 +337,7 @@ class Engine:
             self._apply_all(self._doers[kind].do(instruction))
 
     def _launch(self, lane: int) -> None:
-        """Plan and start a lane's step, as far as anybody has room."""
+        """Plan and start a lane's step, as far as holders have room."""
         started, waited = time.perf_counter(), self._pipeline.wait_s
         self._apply(events.LaneIdle(lane))
         if self._lifecycle.grants.asked:
@@ -370,7 +369,7 @@ class Engine:
             self._take_news()
 
     def _finish_step(self, step: LaneStep) -> None:
-        """A lane's step is over: draw the next tokens, and apply them."""
+        """Apply the tokens of a lane's step that is over, or let its next step begin first."""
         ran_s = time.perf_counter()
         each_s = {
             holder: seconds
@@ -383,7 +382,7 @@ class Engine:
             extension.ran(wanted)
         # Before what the step has ended is freed: the holders have held it all through the step.
         self._count_load(wanted)
-        tokens, step.draws = step.draws, None  # or the two would keep each other, and the model
+        tokens, step.draws = step.draws, None  # else a cycle would keep the model alive
         if isinstance(tokens, StepSamples) and tokens.goes_ahead:
             self._coming[step.lane] = tokens
             coming = self._lifecycle.sequences.wanted(tokens.chunks)
@@ -395,7 +394,7 @@ class Engine:
         self._hand_out(step, drawn, ran_s)
 
     def _take_in(self, lane: int) -> None:
-        """Take in the tokens of a lane's step that is over; wait for them, if they aren't here."""
+        """Take in the tokens of a lane's step that is over. Wait until they are on the host."""
         tokens, began_s = self._coming.pop(lane), time.perf_counter()
         drawn = self._samples.accept(tokens)
         self._apply(events.Came(drawn))
@@ -406,8 +405,8 @@ class Engine:
             self._take_in(lane)
 
     def _hand_out(self, step: LaneStep, drawn: tuple[events.Drawn, ...], began_s: float) -> None:
-        """Tokens of a step have been applied: hand them to requests' listeners.
-        ``began_s``: when taking them in began."""
+        """Hand a step's tokens, which have been applied, to requests' listeners. ``began_s``: When
+        taking them in began."""
         for extension in self._extensions:
             extension.drew(drawn)
         self.requests.tell(drawn)
@@ -424,12 +423,12 @@ class Engine:
 
 
 def _runs_prompt(pipeline: Pipeline) -> bool:
-    """Whether part of a prompt runs in any step in flight."""
+    """Return True if part of a prompt runs in any step in flight."""
     return any(step.batch.num_prompt_tokens for step in pipeline.in_flight)
 
 
 def _timed_holders(pipeline: Pipeline) -> frozenset[HolderId]:
-    """Those whose compute counts as R-workers': all, but a device beside R-workers."""
+    """Return the holders whose compute counts as R-workers': all but a device beside R-workers."""
     kinds = {HolderId(i): holder.kind for i, holder in enumerate(pipeline.holders)}
     has_r_workers = HolderKind.R_WORKER in kinds.values()
     return frozenset(

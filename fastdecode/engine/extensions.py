@@ -1,8 +1,8 @@
-"""What the engine's loop can be extended by: a list of features that are on.
+"""Extensions of the engine's loop: a list of features that are on.
 
-The loop (``fastdecode.engine.engine``) names none of them. It takes events from
-each extension, gives it the instructions and answers of its kinds, and tells it
-what became of steps. A feature that is off isn't in the list.
+The loop (``fastdecode.engine.engine``) names none of them. It takes events from each extension,
+gives it the instructions and answers of its kinds, and reports steps to it. A feature that is off
+isn't in the list.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fastdecode.schedule.times import MeasuredTimes
 
 @dataclass
 class EngineState:
-    """What the engine and its extensions share."""
+    """State that the engine and its extensions share."""
 
     fleet: HolderPool
     lifecycle: Lifecycle
     requests: Requests
     stats: EngineStats = field(init=False)
-    num_launched: int = 0  # steps that were launched so far
+    num_launched: int = 0  # steps launched so far
 
     def __post_init__(self) -> None:
         hybrid = self.lifecycle.scheduler.hybrid
@@ -44,7 +44,7 @@ class EngineState:
 
 
 class Extension:
-    """A feature. It overrides what concerns it."""
+    """A feature. It overrides the calls that it needs."""
 
     instructions: ClassVar[tuple[type[Any], ...]] = ()
     """The lifecycle's instructions that it carries out (``do``)."""
@@ -53,53 +53,55 @@ class Extension:
 
     @property
     def idle_pause_s(self) -> float:
-        """How long to wait, where nothing can run and nothing has happened; 0: no wait."""
+        """Seconds between two looks of this feature while nothing can run and nothing has
+        happened. 0 if it needs none."""
         return 0.0
 
     def num_lanes(self, current: int) -> int:
-        """How many lanes the next step is to have."""
+        """Return the number of lanes that the next step is to have."""
         return current
 
     def regrouped(self, num_lanes: int) -> None:
-        """There are so many lanes now, and no step is in flight."""
+        """Note that the number of lanes has changed. No step is in flight."""
 
     def listen(self) -> None:
-        """Nothing is in flight, and nobody is waited for. Must not wait."""
+        """Look for external events, while no step is in flight and no answer is owed. Must not
+        wait."""
 
     def news(self) -> Iterable[Event]:
-        """What has happened since the last call. Must not wait."""
+        """Return what has happened since the last call. Must not wait."""
         return ()
 
     def do(self, instruction: Any) -> Iterable[Event]:
-        """Carry out an instruction of its kinds; what happened at once."""
+        """Carry out an instruction of its kinds. Return the events that it caused."""
         return ()
 
     def take(self, holder: HolderId, answer: Any) -> Iterable[Event]:
-        """A holder has given an answer of its kinds."""
+        """Take a holder's answer of its kinds. Return the events that it caused."""
         return ()
 
     def opened(self, part: Part) -> None:
-        """A holder was asked to open a part."""
+        """Note that a holder was asked to open a part."""
 
     def finishing(self, finish: Finish) -> None:
-        """Take note of a sequence that is over, before its listener does."""
+        """Note that a sequence is over, before its listener gets its end."""
 
     def ran(self, chunks: Sequence[Chunk]) -> None:
-        """A step has run these chunks, of sequences that are still wanted. Its
-        tokens aren't known yet."""
+        """Note that a step has run these chunks, of sequences that are still wanted. Its tokens
+        aren't known yet."""
 
     def drew(self, drawn: Sequence[Drawn]) -> None:
-        """Tokens are known, and no listener has them yet."""
+        """Note new tokens, before any listener gets them."""
 
     def completed(self, step: LaneStep, seconds: float) -> None:
-        """Listeners have a step's tokens; drawing and handing them on took so long."""
+        """Note that listeners have a step's tokens. ``seconds``: Time for drawing and delivery."""
 
 
 class StepTiming(Extension):
     """Measures the parts of every step.
 
     Args:
-        lanes: decides on the number of lanes; None: it stays what it is.
+        lanes: Decides on the number of lanes. None to keep it.
     """
 
     def __init__(self, times: MeasuredTimes, lanes: LaneChoice | None = None) -> None:

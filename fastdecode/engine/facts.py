@@ -1,4 +1,4 @@
-"""What is known of an LLM once it is ready."""
+"""Facts about an LLM that is ready."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of an LLM once it is ready."""
+    """Facts about an LLM that is ready."""
 
     num_r_workers: int
-    """R-workers that it began with, in all stages; 0: KV is on the S-worker's device."""
-    r_threads: int  # CPU threads of each R-worker; where they differ, the most that one has
+    """R-workers that it began with, in all stages. 0 if KV is on the S-worker's device."""
+    r_threads: int  # CPU threads of an R-worker, the most that any has
     num_kv_blocks: int  # KV blocks of all R-workers together
     dtype: DType  # of weights and activations
     kv_dtype: DType  # of the KV cache

@@ -1,5 +1,5 @@
 """Prompts that run on one engine and decode on another: where other engines' R-workers read an
-engine's blocks, and when what they hold can go."""
+engine's blocks, and when these can be freed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.schedule.life import events
 
 _LOOK_S: Final = 0.2
-"""Between two looks after R-workers, while another engine has to say when it has fetched."""
+"""Pause between two looks at R-workers, while another engine has to report a fetch."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class PeerTerms:
     """How R-workers of other engines reach an engine's, and how its own fetch from them.
 
     Args:
-        address_of: what others call an R-worker, by its index in the pool.
-        num_kv_heads, num_layers: of the model.
-        reading: the right to read the engine's R-workers.
-        bytes_per_s: most that one of its R-workers fetches. 0 for no limit.
-        timeout_s: longest silence of an R-worker that it fetches from.
+        address_of: Returns where others reach an R-worker, by its index in the pool.
+        num_kv_heads, num_layers: Sizes of the whole model.
+        reading: A secret that gives the right to read the engine's R-workers.
+        bytes_per_s: Most that one of its R-workers fetches. 0 for no limit.
+        timeout_s: Longest silence of an R-worker that it fetches from.
     """
 
     address_of: Callable[[int], str]
@@ -38,7 +38,7 @@ class PeerTerms:
 
 
 class KVExchange(Extension):
-    """Hands prompts over, and tells when those of others have come."""
+    """Hands prompts over, and reports when prompts of other engines have been fetched."""
 
     instructions: ClassVar = (events.HandOver, events.HasFetched)
 
@@ -52,16 +52,15 @@ class KVExchange(Extension):
 
     @property
     def idle_pause_s(self) -> float:
-        """See ``Extension``: all there is to do is for engines that fetch what is held."""
+        """Seconds between two looks while other engines fetch what is held. 0 if none does."""
         return _LOOK_S if self._sequences.has_exported else 0.0
 
     def listen(self) -> None:
-        """Find out which R-workers are lost that hold blocks."""
+        """Find out which R-workers with held blocks are lost."""
         if self._sequences.has_exported:
             self._fleet.look()
 
     def do(self, instruction: events.HandOver | events.HasFetched) -> tuple[()]:
-        """See ``Extension``."""
         sequence = instruction.sequence
         delta = Delta(sequence.request.request_id, sequence.index)
         match instruction:
@@ -78,13 +77,13 @@ class KVExchange(Extension):
         return ()
 
     def finishing(self, finish: events.Finish) -> None:
-        """See ``Extension``: others may start with its blocks."""
+        """Report where the sequence's blocks can be read: other requests may start with them."""
         if sources := self._sources(finish.kept, is_held=False):
             sequence = finish.sequence
             self._requests.say(Delta(sequence.request.request_id, sequence.index, sources=sources))
 
     def _sources(self, parts: Iterable[Part], *, is_held: bool) -> tuple[KVSource, ...]:
-        """Return where the blocks of these parts are read."""
+        """Return where the blocks of these parts can be read."""
         terms = self._terms
         whole, every = HeadShare(slice(0, terms.num_kv_heads), slice(0, 0)), range(terms.num_layers)
         sources: list[KVSource] = []

@@ -1,4 +1,4 @@
-"""Requests of a service that aren't over, and what their readers haven't been given of them."""
+"""Requests of a service that aren't over, and output that their readers haven't been given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What R-workers report of blocks that they move in the background: between tiers, and from other
+"""Reports of R-workers on blocks that they move in the background: between tiers, and from other
 engines' R-workers."""
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _MOST_SPANS: Final = 256
 
 
 class FetchingTime:
-    """In which anything was fetched: moments in which several were, count once."""
+    """Time in which anything was fetched. Overlapping fetches count once."""
 
     def __init__(self) -> None:
         self._spans: deque[tuple[float, float]] = deque(maxlen=_MOST_SPANS)
-        """The latest, with gaps between them, in order."""
+        """The latest spans, in order, with gaps between them."""
 
     def add(self, ended_s: float, seconds: float) -> float:
-        """A fetch is over that has taken so long, the last one to end so far; how
-        much of that wasn't counted yet."""
+        """Add a fetch of that length, the last one to end so far. Return how much of it wasn't
+        counted yet."""
         began_s = ended_s - seconds
         counted_s = 0.0
         first_s = began_s
@@ -37,11 +37,7 @@ class FetchingTime:
 
 
 class Transfers(Extension):
-    """Passes on how far transfers are.
-
-    Args:
-        state: of the engine.
-    """
+    """Passes on how far transfers are."""
 
     def __init__(self, state: EngineState) -> None:
         self._fleet = state.fleet
@@ -50,7 +46,6 @@ class Transfers(Extension):
         self._fetching = FetchingTime()
 
     def news(self) -> Iterable[Event]:
-        """See ``Extension``."""
         for moved in self._fleet.take_moves():
             if isinstance(moved, Done):
                 job = self._stock.jobs.get(moved.job)

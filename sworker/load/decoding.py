@@ -34,7 +34,7 @@ def decode(entry: TensorEntry, read: ReadBytes, out: Tensor) -> None:
         out: contiguous, of the entry's shape, in any float dtype.
 
     Raises:
-        CheckpointError: a scale isn't finite, or the group index names a scale that isn't there.
+        CheckpointError: If a scale isn't finite, or the group index names a missing scale.
     """
     encoding = entry.encoding
     assert encoding is not None

@@ -117,12 +117,12 @@ def test_callers_mask_counts_with_and_without_openmp() -> None:
 
 def test_user_cache_without_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", no_home)
-    directory = user_cache("weights", {})
+    directory = user_cache({})
     assert list(directory.glob("*.json")) == []
     for use in (lambda: directory.mkdir(parents=True), lambda: (directory / "x").read_bytes()):
         with pytest.raises(OSError):
             use()
-    assert user_cache("weights", {"XDG_CACHE_HOME": "/c"}) == Path("/c/fastdecode/weights")
+    assert user_cache({"XDG_CACHE_HOME": "/c"}) == Path("/c/fastdecode/weights")
 
 
 def no_home() -> Path:

@@ -57,7 +57,7 @@ class RightKernels:
         self, q: Tensor, keys: Tensor, values: Tensor, scales: Any, slots: Tensor, splits: Splits,
         spec: AttentionSpec, slopes: Tensor | None, *, out: Tensor,
     ) -> None:  # fmt: skip
-        """Of one chunk, the last rows, whose slots are those of all of its sequence."""
+        """Attend the last rows, one chunk; ``slots`` are those of all of its sequence."""
         seen = [x[slots].float() for x in (keys, values)]
         if scales is not None:
             seen = [x * of[slots][..., None] for x, of in zip(seen, scales, strict=True)]

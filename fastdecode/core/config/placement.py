@@ -24,14 +24,14 @@ _MOST_BYTES: Final = 1 << 20
 
 
 def read_placement(path: Path, *, on_devices: bool = False) -> tuple[PlacedInstance, ...]:
-    """The instances of a placement file. A socket gets an R-worker. Where none is planned, KV is
-    on the instance's devices; for prefill, each stage has an R-worker on the S-worker's host.
+    """Read the instances of a placement file. A socket gets an R-worker. Where none is planned, KV
+    is on the instance's devices; for prefill, each stage has an R-worker on the S-worker's host.
 
     Args:
-        on_devices: with KV on the devices for prefill, too.
+        on_devices: Put KV on the devices for prefill, too.
 
     Raises:
-        ConfigError: it can't be read, isn't a placement file, or plans what instances can't do.
+        ConfigError: If the file can't be read, isn't a placement file, or has unknown features.
     """
 
     def refuse(why: str) -> ConfigError:

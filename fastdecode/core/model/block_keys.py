@@ -3,7 +3,7 @@ before it. What else its K and V depend on, as model and dtype, is compared once
 from elsewhere (``tier_identity``).
 
 A reader that doesn't know the **salt** can't name blocks, and so can't find out by hits whether
-they are there."""
+they exist."""
 
 from __future__ import annotations
 

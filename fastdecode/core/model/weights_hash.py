@@ -37,9 +37,7 @@ def weights_hash(checkpoint: Checkpoint, known: Path | None = None) -> str:
     files = sorted({file for entry in checkpoint.tensors.values() for file in entry.files})
     try:
         stamp = _stamp(files)
-        place = (
-            known or user_cache("weights")
-        ) / f"{hashlib.sha256(stamp.encode()).hexdigest()}.json"
+        place = (known or user_cache()) / f"{hashlib.sha256(stamp.encode()).hexdigest()}.json"
         found = _known(place, stamp)
         if found is None:
             found = _hash(files)
@@ -87,8 +85,8 @@ def _remember(place: Path, stamp: str, found: str) -> None:
         logger.info("the weights' hash isn't kept: %s", error)
 
 
-def user_cache(kind: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory where what takes long to make is kept for this user.
+def user_cache(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the directory where hashes of weights are kept for this user.
 
     Without a home directory, as in a container whose user has no passwd entry, it is one where
     nothing can be made or read, so that every use fails with an OSError."""
@@ -97,4 +95,4 @@ def user_cache(kind: str, environ: Mapping[str, str] = os.environ) -> Path:
         base = base or Path.home() / ".cache"
     except RuntimeError:
         base = Path(os.devnull) / "no home directory"
-    return Path(base) / "fastdecode" / kind
+    return Path(base) / "fastdecode" / "weights"
