@@ -189,12 +189,6 @@ class CacheState:
                     lengths[index] = self.num_settled(sequence)
         return lengths
 
-    def roll_back(self) -> None:
-        """End the open steps, and forget what they appended."""
-        for sequence, num_tokens in self.steps.settled.items():
-            self.store.truncate(sequence, num_tokens)
-        self.steps.give_up()
-
     def keep(self, message: Name) -> None:
         """Cache blocks of an open sequence that every layer has."""
         sequence, first = message.sequence_id, message.first_block

@@ -13,6 +13,9 @@ Blocks that the cache keeps beyond their sequences are kept by the replica, too
 A cache that holds something already is mirrored in the same way: its sequences
 are opened and forked as they share blocks, and everything is behind.
 
+A block that the cache keeps, and of which a sequence has a part, lies twice in the replica. If the
+cache is full, the neighbour may refuse that: the replica ends, and another one may begin.
+
 Nothing here does I/O: the link's owner sends ``next`` for as long as it gives
 something, and hands in what the neighbour answers.
 """

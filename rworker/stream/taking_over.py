@@ -1,4 +1,4 @@
-"""What is left of a cache for the S-worker that takes it over."""
+"""What remains of a cache when another S-worker takes it over."""
 
 from __future__ import annotations
 
@@ -33,21 +33,24 @@ def truncate(books: CacheState, message: Truncate) -> Accepted | Refused:
 def take_over(
     books: CacheState, wanted: Mapping[int, int], keys: Sequence[bytes] = ()
 ) -> tuple[TakenOver, Sequence[Change]]:
-    """Roll back what is half done, close what isn't wanted, and cut what is to
-    at most so many tokens. Where that can't be done, the sequence is closed, too.
+    """End the open steps, close sequences that aren't wanted, and cut the others. A sequence that
+    can't be cut is closed, too.
 
     Args:
-        wanted: sequence → tokens.
-        keys: of the kept blocks that are wanted.
+        wanted: The most tokens of each sequence that is wanted.
+        keys: Keys of the kept blocks that are wanted.
 
     Returns:
-        What there is; and what has changed of what was there in every layer.
+        What the cache has now, and the changes to what every layer had.
     """
-    books.roll_back()
     before = {sequence: books.num_settled(sequence) for sequence in books.store.tables.row_of}
+    books.steps.give_up()
     for sequence in before.keys() - wanted.keys():
         books.close(Close(sequence))
-    counts = {sequence: _cut(books, sequence, most) for sequence, most in wanted.items()}
+    counts = {
+        sequence: _cut(books, sequence, min(most, before.get(sequence, MISSING)))
+        for sequence, most in wanted.items()
+    }
     cached = books.store.cached
     is_kept = np.array([cached.is_there(key) for key in keys], np.uint8)
     changes = [*_changes(before, counts), *_forget(books, keys)]
@@ -55,7 +58,7 @@ def take_over(
 
 
 def nothing_of(wanted: Mapping[int, int], keys: Sequence[bytes]) -> TakenOver:
-    """Where there is no such cache."""
+    """Return the answer of an R-worker without such a cache."""
     return TakenOver(np.full(len(wanted), MISSING, np.int32), np.zeros(len(keys), np.uint8))
 
 
@@ -69,7 +72,7 @@ def _forget(books: CacheState, keys: Sequence[bytes]) -> Iterator[Forget]:
 
 
 def _changes(before: Mapping[int, int], after: Mapping[int, int]) -> Iterator[Change]:
-    """Of sequences that had so many tokens, and have now."""
+    """Return the changes of sequences, from their numbers of tokens before and after."""
     gone = [sequence for sequence in before if after.get(sequence, MISSING) == MISSING]
     yield from map(Close, gone)  # first, since others may need their room
     for sequence, num_tokens in after.items():
@@ -78,7 +81,7 @@ def _changes(before: Mapping[int, int], after: Mapping[int, int]) -> Iterator[Ch
 
 
 def wanted_of(message: TakeOver) -> tuple[dict[int, int], list[bytes]]:
-    """Sequences, and the most tokens of each; and keys of kept blocks; checked."""
+    """Return the most tokens of each sequence, and keys of kept blocks, checked."""
     ids = message.sequence_ids.tolist()
     wanted = dict(zip(ids, message.num_tokens.tolist(), strict=True))
     if len(wanted) < len(ids) or min(ids, default=0) < 0 or min(wanted.values(), default=0) < 0:
@@ -89,10 +92,10 @@ def wanted_of(message: TakeOver) -> tuple[dict[int, int], list[bytes]]:
     return wanted, keys
 
 
-def _cut(books: CacheState, sequence: int, most: int) -> int:
-    if sequence not in books.store:
+def _cut(books: CacheState, sequence: int, num_tokens: int) -> int:
+    """Cut a sequence, or close it. Return the number of its tokens that are left."""
+    if num_tokens == MISSING:
         return MISSING
-    num_tokens = min(most, books.num_settled(sequence))
     try:
         books.store.truncate(sequence, num_tokens)
     except CapacityError:
