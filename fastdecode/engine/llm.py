@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -39,6 +39,7 @@ from fastdecode.conversations.turns import (
 from fastdecode.core.config.engine import GROUPS, EngineConfig
 from fastdecode.core.config.options import declared
 from fastdecode.core.delta import Delta
+from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, Given, RequestError, WorkerError
 from fastdecode.core.model.generation_defaults import GENERATION_CONFIGS, generation_defaults, told
 from fastdecode.core.model.local_models import find_model
@@ -61,10 +62,9 @@ from fastdecode.core.vllm_names import (
     refuse_arguments,
 )
 from fastdecode.engine.checker import RequestChecker
-from fastdecode.engine.facts import facts_of
 from fastdecode.engine.instances.cluster import make_service
 from fastdecode.engine.rank_roles import serve_other_rank
-from fastdecode.engine.request_stream import Arriving, RequestStreams
+from fastdecode.engine.request_stream import Arriving, RequestStream
 from fastdecode.engine.service import EngineService, Snapshot
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.times import MeasuredTimes
@@ -93,6 +93,23 @@ OPTION_NAMES = frozenset(
 )
 """Of ``LLM``."""
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about an LLM that is ready."""
+
+    num_r_workers: int
+    """R-workers that it began with, in all stages. 0 if KV is on the S-worker's device."""
+    r_threads: int  # CPU threads of an R-worker, the most that any has
+    num_kv_blocks: int  # KV blocks of all R-workers together
+    dtype: DType  # of weights and activations
+    kv_dtype: DType  # of the KV cache
+    kv_placement: str  # where it is: r, gpu or hybrid
+    max_model_len: int  # most tokens of prompt and completion together
+    vocab_size: int  # token ids are below it
+    load_s: float  # seconds that loading the model and starting the R-workers took
+    stage_layers: tuple[int, ...] = ()  # of each pipeline stage
 
 
 class LLM:
@@ -156,14 +173,13 @@ class LLM:
         self.conversations.on_over = partial(_end_conversation, self._service)
         # An engine that nobody can reach any more needn't wait for the end of the process.
         weakref.finalize(self, self._service.ask_to_close).atexit = False
-        self.facts = facts_of(config, self._running)
+        self.facts = _facts_of(config, self._running)
         begun = None if session is None else session.begun
         limits = self.facts.vocab_size, self.facts.max_model_len
         seeds = None if seed is None else Random(seed)
-        checker = RequestChecker(self.codec, *limits, begun, seeds)
-        most_sequences = QUEUE_AHEAD * config.batching.max_num_sequences
-        most_sequences *= max(1, config.instances.most_decoding)
-        self._readings = RequestStreams(self._service, checker, most_sequences, self.conversations)
+        self._checker = RequestChecker(self.codec, *limits, begun, seeds)
+        self._reading: RequestStream | None = None
+        """The latest, which may be over."""
 
     def __enter__(self) -> LLM:
         return self
@@ -205,7 +221,7 @@ class LLM:
         return codec
 
     @property
-    def service(self) -> EngineService[Any]:
+    def service(self) -> EngineService:
         """Runs requests, whoever they come from."""
         return self._service
 
@@ -414,12 +430,8 @@ class LLM:
                 raises ends the stream.
             conversations: that requests are turns of; None: the LLM's own.
         """
-        return self._readings.read(
-            requests,
-            on_tick,
-            lambda delta, output: output,
-            every_step=False,
-            conversations=conversations,
+        return self._read(
+            requests, on_tick, lambda delta, output: output, conversations, every_step=False
         )
 
     def deltas(
@@ -427,12 +439,43 @@ class LLM:
     ) -> Generator[Delta, None, None]:
         """Like ``stream``, but yields tokens as they come: what is new of each
         sequence since the last time."""
-        return self._readings.read(requests, on_tick, lambda delta, output: delta, every_step=True)
+        return self._read(requests, on_tick, lambda delta, output: delta, every_step=True)
+
+    def _read(
+        self,
+        requests: Iterable[Arriving],
+        on_tick: Callable[[], None] | None,
+        pick: Callable[[Delta, RequestOutput | None], T | None],
+        conversations: Conversations | None = None,
+        *,
+        every_step: bool,
+    ) -> Generator[T, None, None]:
+        """Yield what ``pick`` makes of each delta and output, unless that is None. Raises
+        ConfigError: If another reading is not over."""
+        batching, instances = self.config.batching, self.config.instances
+        most_sequences = QUEUE_AHEAD * batching.max_num_sequences * max(1, instances.most_decoding)
+        reading = RequestStream(
+            self._service,
+            self._checker,
+            most_sequences,
+            self.conversations if conversations is None else conversations,
+            every_step=every_step,
+        )
+        try:
+            if self._reading is not None:
+                self._reading.make_way()
+            self._reading = reading
+            for delta, output in reading.read(requests, on_tick):
+                if (picked := pick(delta, output)) is not None:
+                    yield picked
+        finally:
+            reading.end()
 
     def cancel_waiting(self) -> None:
         """Of the requests that ``stream`` has taken, forget those of which
         nothing has run: they come to nothing."""
-        self._readings.cancel_waiting()
+        if self._reading is not None:
+            self._reading.cancel_waiting()
 
     def _warn_of_turns(self, cache: CacheUse) -> None:
         """Where conversation_id saves nothing; called by what the user has called."""
@@ -459,7 +502,34 @@ class LLM:
         ]
 
 
-def _end_conversation(service: EngineService[Any], token_ids: Sequence[int], salt: str) -> None:
+def _facts_of(config: EngineConfig, running: Any) -> Facts:
+    """Return the facts of a ``RunningCluster`` or a ``RunningEngine``."""
+    stage_layers: tuple[int, ...] = ()
+    if config.instances.instances:
+        identity, kv_placement = running.identity, config.r_part.kv_placement
+        kv_placement = "r" if kv_placement == "auto" else kv_placement
+        decoding = [x for x in running.welcomes if x.role.decodes] or list(running.welcomes)
+        num_kv_blocks = sum(x.num_tokens // x.block_size for x in decoding)
+    else:
+        resolved = running.resolved
+        identity, kv_placement = resolved.identity, resolved.config.r_part.kv_placement
+        num_kv_blocks = sum(welcome.num_blocks for welcome in running.welcomes)
+        stage_layers = tuple(map(len, resolved.layers))
+    return Facts(
+        num_r_workers=running.num_r_workers,
+        r_threads=max(welcome.num_threads for welcome in running.welcomes),
+        num_kv_blocks=num_kv_blocks,
+        dtype=identity.dtype,
+        kv_dtype=identity.kv_dtype,
+        kv_placement=kv_placement,
+        max_model_len=identity.max_model_len,
+        vocab_size=running.spec.vocab_size,
+        load_s=running.load_s,
+        stage_layers=stage_layers,
+    )
+
+
+def _end_conversation(service: EngineService, token_ids: Sequence[int], salt: str) -> None:
     """Tell the engine, between two of its steps."""
     token_ids = tuple(token_ids)
     service.look(lambda running: running.engine.end_conversation(token_ids, salt))
