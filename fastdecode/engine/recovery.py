@@ -224,15 +224,3 @@ class ReplicaRecovery(Recovery):
         joined = [*self._given_up(), *self._joined(vacant)]
         yield from map(Leaving, leaving)
         yield from joined
-
-
-def recovery_of(
-    state: EngineState,
-    replicas: Replicas | None,
-    replacements: Replacements | None,
-    clock: Clock = time.monotonic,
-) -> Recovery:
-    """Return the recovery of an engine with replicas, or without."""
-    if replicas is None:
-        return Recovery(state, replacements, clock)
-    return ReplicaRecovery(state, replicas, replacements, clock)

@@ -32,8 +32,7 @@ from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.replicas import Replicas, new_session
 from fastdecode.engine.fleet.resharing import Resharing
-from fastdecode.engine.kv_exchange import KVExchange, PeerTerms
-from fastdecode.engine.recovery import recovery_of
+from fastdecode.engine.recovery import Recovery, ReplicaRecovery
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.session import Recorder, attach
 from fastdecode.engine.setup.devices import describe_device
@@ -68,7 +67,7 @@ from fastdecode.engine.stages.pool import ColumnPool, StagePool
 from fastdecode.engine.step.device import DeviceAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.reached_device import ReachedDevice
-from fastdecode.engine.transfers import Transfers
+from fastdecode.engine.transfers import KVExchange, Transfers
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.ring import neighbour
 from fastdecode.schedule.times import MeasuredTimes
@@ -85,7 +84,6 @@ logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.01
 """Whether those that are left have answered, when one was lost while all were greeted."""
-_GBIT_BYTES = 1e9 / 8
 
 
 class RunningEngine:
@@ -353,7 +351,10 @@ class RunningEngine:
             session.begin()
         if replicas is not None:
             replicas.begin()  # of what is attached, too
-        recovery = recovery_of(state, replicas, replacements)
+        if replicas is None:
+            recovery = Recovery(state, replacements)
+        else:
+            recovery = ReplicaRecovery(state, replicas, replacements)
         extensions = self._extensions(state, times)
         return Engine(s_worker, pipeline, state, recovery, extensions, trace)
 
@@ -367,11 +368,9 @@ class RunningEngine:
             extensions.append(Transfers(state))
         if self._is_instance:
             config = self.resolved.config
-            bytes_per_s = (config.instances.fetch_gbps or 0.0) * _GBIT_BYTES
-            shape = self.spec.num_kv_heads, self.spec.num_layers
-            pace = bytes_per_s, config.cluster.worker_timeout_s
-            terms = PeerTerms(self._address_of, *shape, self._reading, *pace)
-            extensions.append(KVExchange(state, terms))
+            pace = (config.instances.fetch_gbps or 0.0) * 1e9 / 8, config.cluster.worker_timeout_s
+            exchange = KVExchange(state, self.spec, self._address_of, self._reading, *pace)
+            extensions.append(exchange)
         if self._session is not None:
             extensions.append(Recorder(self._session, state.lifecycle.sequences))
         return extensions
