@@ -39,12 +39,10 @@ from fastdecode.core.spec import longest_window
 from fastdecode.core.trace import Trace
 from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.engine.recovery import Recovery
-from fastdecode.engine.requests import Requests
-from fastdecode.engine.samples import Samples, StepSamples
+from fastdecode.engine.requests import Requests, Samples, StepSamples
 from fastdecode.engine.stats import EngineFigures, EngineStats, figures_of
 from fastdecode.engine.step.batch import StepBatch
-from fastdecode.engine.step.lane_step import LaneStep
-from fastdecode.engine.step.pipeline import Pipeline
+from fastdecode.engine.step.pipeline import LaneStep, Pipeline
 from fastdecode.schedule.life import events
 from fastdecode.schedule.plan import Chunk, Send, num_in_prompts
 from fastdecode.wire.blocks import SESSION_RESUMED, Open, Refused
@@ -84,14 +82,7 @@ class Engine:
         self._reporting = (*extensions, self._recovery)  # the latter has no part in steps
         self._doers = {kind: each for each in self._reporting for kind in each.instructions}
         self._takers = {kind: each for each in self._reporting for kind in each.answers}
-        self._samples = Samples(
-            s_worker,
-            state.lifecycle.sequences,
-            state.requests,
-            state.stats,
-            self._trace,
-            self._fleet.peer,
-        )
+        self._samples = Samples(s_worker, state, trace)
         self._window = longest_window(s_worker.spec.attention)
         self._answer_at_once = all(holder.answers_at_once for holder in pipeline.holders)
         self._timed = _timed_holders(pipeline)
@@ -347,7 +338,7 @@ class Engine:
             step, holders = self._state.num_launched, self._pipeline.holders
             batch = StepBatch.build(run.chunks, holders, step=step, lane=lane, window=self._window)
             self._state.num_launched += 1
-            if self.requests.prompt_questions is not None:
+            if self.requests.prompt_questions.open:
                 batch = replace(batch, asks=self.requests.prompt_questions.asks(batch))
             fed_by = None
             if lane in self._coming:

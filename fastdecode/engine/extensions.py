@@ -15,7 +15,7 @@ from fastdecode.core.holders import HolderId, Part
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.stats import EngineStats
-from fastdecode.engine.step.lane_step import LaneStep
+from fastdecode.engine.step.pipeline import LaneStep
 from fastdecode.schedule.lanes import LaneChoice
 from fastdecode.schedule.life.events import Drawn, Event, Finish
 from fastdecode.schedule.life.lifecycle import Lifecycle

@@ -13,7 +13,7 @@ from device_runs import NUM_LAYERS, Run
 from fastdecode.core.holders import Holder, HolderKind, Part, Residence
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.engine.step.batch import StepBatch
-from fastdecode.engine.step.lane_step import Begun, LaneStep, StepRecord
+from fastdecode.engine.step.pipeline import Begun, LaneStep, StepRecord
 from fastdecode.schedule.plan import Chunk
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
 

@@ -30,11 +30,10 @@ from fastdecode.engine.setup.workers import (
     with_spares,
 )
 from fastdecode.engine.step.device import DeviceAttention, DeviceWorker, whole_steps
-from fastdecode.engine.step.lane_step import Attention
 from fastdecode.engine.step.mixed_step import DEVICE_LANE, DeviceLane, MixedAttention
 from fastdecode.engine.step.prompts import DevicePrefill
 from fastdecode.engine.step.reached_device import ReachedDevice
-from fastdecode.engine.step.remote import AttentionPlan
+from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.engine.step.swapped import LaneExecutor, SwappedLanes
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.inproc import InprocHub

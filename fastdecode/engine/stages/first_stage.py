@@ -22,7 +22,7 @@ from fastdecode.wire.stages import ASKS, DRAWS, StageDone, StagePass
 from sworker.buffers import Fetched, as_array, as_tensor
 
 if TYPE_CHECKING:
-    from fastdecode.engine.step.lane_step import LaneStep
+    from fastdecode.engine.step.pipeline import LaneStep
     from sworker.worker import SWorker
 
 

@@ -20,8 +20,8 @@ from fastdecode.engine.stages.first_stage import columns_of
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.relay import Relay
 from fastdecode.engine.step.batch import StepBatch
-from fastdecode.engine.step.lane_step import Attention, LaneStep
-from fastdecode.engine.step.pipeline import Pipeline
+from fastdecode.engine.step.pipeline import LaneStep, Pipeline
+from fastdecode.engine.step.remote import Attention
 from fastdecode.wire.messages import MAX_ID, Activations, Shutdown
 from fastdecode.wire.stages import FIRST_STAGE, GreetColumn, StageDone, StagePass
 from sworker.buffers import Fetched, as_array, as_tensor

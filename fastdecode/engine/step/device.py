@@ -26,8 +26,7 @@ from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.step.batch import StepBatch
-from fastdecode.engine.step.lane_step import Begun, StepRecord
-from fastdecode.engine.step.remote import AttentionPlan
+from fastdecode.engine.step.remote import AttentionPlan, Begun, StepRecord
 from fastdecode.engine.step.swapped import SwappedLanes
 from fastdecode.engine.step.torch_executor import AttendPaged, TorchExecutor
 from fastdecode.wire.messages import BeginStep

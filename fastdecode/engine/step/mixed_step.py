@@ -25,8 +25,7 @@ from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.step.batch import HolderSpan, StepBatch
 from fastdecode.engine.step.device import DeviceStep, DeviceWorker
-from fastdecode.engine.step.lane_step import Begun, StepRecord
-from fastdecode.engine.step.remote import AttentionPlan, RemotePart
+from fastdecode.engine.step.remote import AttentionPlan, Begun, RemotePart, StepRecord
 from sworker.device import Event, Gpu, gpu_of
 from sworker.whole import SlicedPass, WholeSteps
 from sworker.worker import TIMED_LAYERS, DeviceTimer, SWorker
