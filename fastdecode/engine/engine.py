@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from copy import copy
 from dataclasses import replace
@@ -232,7 +232,11 @@ class Engine:
             if not runs:  # waits before a step are not part of its time
                 began, began_wait_s = time.perf_counter(), pipeline.wait_s
         ended, wait_s = time.perf_counter(), pipeline.wait_s
-        stats.count_time(ended - started, wait_s - before_s, is_prefill=is_prefill)
+        stats.wait_s += wait_s - before_s
+        if is_prefill:
+            stats.prefill_s += ended - started
+        else:
+            stats.decode_s += ended - started
         if self._lifecycle.keeps_blocks:
             idle_s = max(0.0, wait_s - began_wait_s - (stats.r_compute_s - r_compute_s))
             num_run = stats.num_prompt_tokens - num_prompt_tokens
@@ -362,12 +366,7 @@ class Engine:
     def _finish_step(self, step: LaneStep) -> None:
         """Apply the tokens of a lane's step that is over, or let its next step begin first."""
         ran_s = time.perf_counter()
-        each_s = {
-            holder: seconds
-            for holder, seconds in step.record.r_compute_s.items()
-            if holder in self._timed
-        }
-        self.stats.count_step(each_s)
+        self._count_step(step.record.r_compute_s)
         wanted = self._lifecycle.sequences.wanted(step.batch.chunks)
         for extension in self._extensions:
             extension.ran(wanted)
@@ -404,10 +403,23 @@ class Engine:
         for extension in self._extensions:
             extension.completed(step, time.perf_counter() - began_s)
 
+    def _count_step(self, r_compute_s: Mapping[HolderId, float]) -> None:
+        """Count a step, with the seconds that each holder has computed."""
+        stats, timed = self.stats, self._timed
+        each_s = {holder: s for holder, s in r_compute_s.items() if holder in timed}
+        stats.num_steps += 1
+        stats.r_compute_s += max(each_s.values(), default=0.0)
+        stats.r_busy_s += sum(each_s.values())
+        for holder, busy_s in each_s.items():
+            stats.r_busy_each_s[holder] += busy_s
+
     def _count_load(self, wanted: Seq[Chunk]) -> None:
-        num_tokens = sum([chunk.num_tokens for chunk in wanted])
+        """Count the cached tokens at the end of a step, and the prompt tokens that ran in it."""
+        num_tokens, stats = sum([chunk.num_tokens for chunk in wanted]), self.stats
         load = self._lifecycle.sequences.num_cached_tokens + num_tokens
-        self.stats.count_load(load, num_in_prompts(wanted))
+        stats.load_sum += load
+        stats.load_peak = max(stats.load_peak, load)
+        stats.num_prompt_tokens += num_in_prompts(wanted)
         if self._trace is not None:
             scheduler, now = self._lifecycle.scheduler, time.perf_counter()
             self._trace.load(now, scheduler.num_running, len(scheduler.waiting), load)

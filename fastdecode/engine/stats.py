@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
@@ -161,29 +160,6 @@ class EngineStats(SequenceCounts):
     @property
     def load_mean(self) -> float:
         return self.load_sum / max(self.num_steps, 1)
-
-    def count_step(self, each_s: Mapping[HolderId, float]) -> None:
-        """Count a step, with the seconds that each holder computed."""
-        self.num_steps += 1
-        self.r_compute_s += max(each_s.values(), default=0.0)
-        self.r_busy_s += sum(each_s.values())
-        for holder, busy_s in each_s.items():
-            self.r_busy_each_s[holder] += busy_s
-
-    def count_time(self, elapsed_s: float, wait_s: float, *, is_prefill: bool) -> None:
-        """Count time, and how much of it the S-worker waited. ``is_prefill``: part of a prompt ran
-        in it."""
-        self.wait_s += wait_s
-        if is_prefill:
-            self.prefill_s += elapsed_s
-        else:
-            self.decode_s += elapsed_s
-
-    def count_load(self, load: int, num_prompt_tokens: int) -> None:
-        """Count the cached tokens at the end of a step, and the prompt tokens that ran in it."""
-        self.load_sum += load
-        self.load_peak = max(self.load_peak, load)
-        self.num_prompt_tokens += num_prompt_tokens
 
 
 @dataclass(frozen=True)

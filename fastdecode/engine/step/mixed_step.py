@@ -192,7 +192,7 @@ class DevicePart:
         whole, paged = home.whole, step.paged
         self.step, self._gpu, self._rows = step, gpu, rows
         self.mode = mode if whole is not None and whole.takes(paged) else StepMode.LAYERED
-        load_tokens = step.span.counts.load_tokens
+        load_tokens = step.span.load_tokens
         self._queued: deque[Event] = deque()
         self._timer = DeviceTimer(gpu, every=TIMED_LAYERS)
         self._o = torch.empty(0)

@@ -194,8 +194,8 @@ class LaneStep:
         r_compute_s = self.record.r_compute_s
         r_parts: dict[int, RPartTime] = {
             span.holder: RPartTime(
-                span.counts.load_tokens,
-                span.counts.num_prompt_tokens,
+                span.load_tokens,
+                span.num_prompt_tokens,
                 max(
                     r_compute_s[span.holder],
                     *(float(done.r_compute_s[span.holder]) for done in reports),

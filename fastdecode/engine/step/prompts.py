@@ -254,7 +254,7 @@ def _without_queries(span: HolderSpan, batch: StepBatch, local: LocalSpan) -> Ho
     first, end = np.searchsorted(batch.last_rows, (span.rows.start, span.rows.stop))
     own_rows = batch.last_rows[first:end]
     is_later = (local.rows.start <= own_rows) & (own_rows < local.rows.stop)
-    num_seen = span.counts.load_tokens - int(begin.num_past[: len(own_rows)][is_later].sum())
+    num_seen = span.load_tokens - int(begin.num_past[: len(own_rows)][is_later].sum())
     num_queries = begin.num_queries.copy()
     num_queries[: len(own_rows)][is_later] = 0  # closed parts are behind them
     is_split = not all(map(_is_whole, [chunk.sequence for chunk in batch.chunks[first:end]]))
@@ -263,5 +263,5 @@ def _without_queries(span: HolderSpan, batch: StepBatch, local: LocalSpan) -> Ho
         span,
         begin=begin,
         query_rows=slice(span.query_rows.start, local.rows.start),
-        counts=replace(span.counts, load_tokens=num_seen),
+        load_tokens=num_seen,
     )

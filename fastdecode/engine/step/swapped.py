@@ -20,10 +20,10 @@ from fastdecode.core.holders import HolderId
 from fastdecode.engine.step.device_memory import Bytes, DeviceMemory
 from fastdecode.engine.step.torch_executor import AttendPaged, TorchExecutor, kv_spec_of
 from fastdecode.wire.blocks import ChunkForm
-from fastdecode.wire.messages import AttendResult, BeginStep
+from fastdecode.wire.messages import BeginStep
 from rworker.blocks.appending import Appended
 from rworker.blocks.kv_store import KVStore
-from rworker.instructions import Compute, CopyBlocks, PlaceChunk, Prepare
+from rworker.instructions import CopyBlocks, PlaceChunk, Prepare
 from rworker.tiers.disk import Disk
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
@@ -172,12 +172,6 @@ class LaneExecutor(TorchExecutor):
 
     def end_step(self, holder: HolderId) -> None:
         self._lanes.end_step(holder)
-
-    def compute(self, compute: Compute) -> AttendResult:
-        stored = super().compute(compute)
-        size = self._stored(compute.holder).kv.block_size
-        self._lanes.is_new(compute.holder, compute.plan.slots // size)
-        return stored
 
     def copy_blocks(self, copy: CopyBlocks) -> None:
         super().copy_blocks(copy)
