@@ -20,13 +20,13 @@ from fastdecode.engine.fleet.pool import RHub
 from fastdecode.engine.setup.resolve import ResolvedConfig, kept_by_rank, kv_spec, stages_are_ranks
 from fastdecode.engine.setup.workers import (
     REACH_TIMEOUT_S,
+    Close,
     Reached,
-    WorkerThreads,
     name_prefix,
     reach_addresses,
-    reach_inline,
     reach_stage_ranks,
     reach_threads,
+    start_threads,
     with_spares,
 )
 from fastdecode.engine.step.device import DeviceAttention, DeviceWorker, whole_steps
@@ -39,6 +39,7 @@ from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, ToRWorker
 from fastdecode.wire.transport import JoinedHub, PolledHub
+from rworker.inline import make_inline_worker
 from rworker.tiers.disk import Disk, disk_of
 from rworker.transfers.neighbours import Neighbourhood, ThreadNeighbours
 from sworker.dtypes import torch_dtype
@@ -69,17 +70,26 @@ def reach_workers(
     if resolved.transport == "local":
         workers = reach_own_device(resolved, beside, 0 if are_ranks else stage)
     elif resolved.transport == "zmq":
-        workers = _reach_addresses(config, stage)
+        cluster = config.cluster
+        each = len(cluster.r_worker_addresses) // config.s_part.pp  # in their order
+        workers = reach_addresses(
+            cluster.r_worker_addresses[stage * each : (stage + 1) * each],
+            key_file=cluster.key,
+            silence_s=cluster.worker_silence_s,
+            reach_timeout_s=min(REACH_TIMEOUT_S, cluster.worker_timeout_s),
+        )
     elif resolved.transport == "inline":
         # A runtime's threads serve both parts only where both want as many.
         threads = s_threads or torch.get_num_threads() // resolved.stages_at_once
-        workers = reach_inline(
+        inline = make_inline_worker(
+            f"{name_prefix(None, stage)}r0",
             kv_bytes=resolved.memory.kv_bytes,
             num_threads=resolved.r_threads,
             openmp_library=openmp_library() if resolved.r_threads == max(1, threads) else None,
             disk=own_disk(config, num_engines),
-            stage=stage,
         )
+        polled: RHub = PolledHub([inline])
+        workers = Reached(polled, lambda lost, timeout_s: inline.close(), answers_at_once=True)
     elif resolved.transport == "inproc":
         workers = reach_threads(
             config.r_part.r_workers + config.cluster.spare_r_workers,
@@ -98,18 +108,6 @@ def reach_workers(
                 workers.close((), 0.0)
             raise
     return with_spares(workers, config.cluster.spare_r_workers)
-
-
-def _reach_addresses(config: EngineConfig, stage: int) -> Reached:
-    """Reach the R-workers at addresses that are a stage's: as many for each, in their order."""
-    cluster = config.cluster
-    each = len(cluster.r_worker_addresses) // config.s_part.pp
-    return reach_addresses(
-        cluster.r_worker_addresses[stage * each : (stage + 1) * each],
-        key_file=cluster.key,
-        silence_s=cluster.worker_silence_s,
-        reach_timeout_s=min(REACH_TIMEOUT_S, cluster.worker_timeout_s),
-    )
 
 
 def has_stage_ranks(resolved: ResolvedConfig) -> bool:
@@ -221,11 +219,11 @@ def reach_device(
     devices = [worker for worker in workers if isinstance(worker, ReachedDevice)]
     addresses = [device.address for device in devices]
     hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
-    keepers: WorkerThreads | None = None
+    close_keepers: Close | None = None
     if replica_bytes is not None and neighbours is not None:
         prefix = name_prefix(beside, stage)
         names = [f"{prefix}replica{number or ''}" for number in range(len(workers))]
-        keepers = WorkerThreads(
+        close_keepers = start_threads(
             names, replica_bytes, replica_threads, hub, neighbours, first=len(workers)
         )
         addresses += map(neighbours.address_of, names)
@@ -234,16 +232,16 @@ def reach_device(
         try:
             for worker in workers:
                 worker.close()
-            if keepers is not None:
-                keepers.close(lost, timeout_s)
+            if close_keepers is not None:
+                close_keepers(lost, timeout_s)
         finally:
             if swap is not None:
                 swap.close()
 
     own: RHub = PolledHub(workers)
-    places = range(len(workers) if keepers is not None else 0)
+    places = range(len(workers) if close_keepers is not None else 0)
     return Reached(
-        own if keepers is None else JoinedHub(own, hub),
+        own if close_keepers is None else JoinedHub(own, hub),
         close,
         kind=HolderKind.DEVICE,
         answers_at_once=True,
