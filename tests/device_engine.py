@@ -158,7 +158,7 @@ def _running(
             whole = whole_steps(s_worker, beside)
             if whole is not None:
                 whole.prepare(only_lane=0)
-            attention = MixedAttention(plan, beside, gpu, DeviceLane(whole))
+            attention = MixedAttention(plan, beside, DeviceLane(whole))
     if isinstance(gpu, RecordedGpu):
         record_drawn(gpu, s_worker)
     see(attention)

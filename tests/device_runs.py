@@ -195,7 +195,7 @@ class Run:
             pipeline = Pipeline(
                 LoggedSWorker(model, graphs, self.fleet.log, self.gpu), self.plan, self.lanes
             )
-            self.plan.prepare(self.lanes)
+            self.remote.prepare(self.lanes)
             for lane in range(self.lanes):
                 self._record_landing(self.remote.staging(lane))
                 if graphs is not None:

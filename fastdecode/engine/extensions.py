@@ -20,7 +20,7 @@ from fastdecode.schedule.lanes import LaneChoice
 from fastdecode.schedule.life.events import Drawn, Event, Finish
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.plan import Chunk
-from fastdecode.schedule.times import MeasuredTimes
+from fastdecode.schedule.times import MeasuredTimes, RPartTime
 
 
 @dataclass
@@ -98,7 +98,8 @@ class Extension:
 
 
 class StepTiming(Extension):
-    """Measures the parts of every step.
+    """Measures the parts of every step, without those of lost holders. With several stages it
+    measures what the slowest one's took.
 
     Args:
         lanes: Decides on the number of lanes. None to keep it.
@@ -116,4 +117,20 @@ class StepTiming(Extension):
             self._lanes.regrouped(num_lanes)
 
     def completed(self, step: LaneStep, seconds: float) -> None:
-        step.tell(self._times, self._lanes, seconds)
+        reports = () if step.passage is None else step.passage.reports
+        r_compute_s, batch = step.record.r_compute_s, step.batch
+        r_parts: dict[int, RPartTime] = {}
+        for span in step.record.spans:
+            if (holder := span.holder) not in step.record.lost:
+                r_s = max(
+                    r_compute_s[holder], *(float(x.r_compute_s[holder]) for x in reports), 0.0
+                )
+                r_parts[holder] = RPartTime(span.load_tokens, span.num_prompt_tokens, r_s)
+        s_part_s = max(step.s_part_s(seconds), *(done.s_part_s for done in reports), 0.0)
+        self._times.observe(batch.num_decoding, batch.num_prompt_tokens, s_part_s, r_parts)
+        if batch.num_decoding:
+            trips_s = step.round_trips_s + sum([done.round_trip_s for done in reports])
+            self._times.observe_trip(trips_s)
+        if self._lanes is not None:
+            loads = {holder: part.load_tokens for holder, part in r_parts.items()}
+            self._lanes.observe(step.lane, batch.num_decoding, loads)

@@ -53,7 +53,7 @@ class HybridRun(Run):
         self.connection.send(hello)
         assert isinstance(self.connection.poll(), Welcome)
         object.__setattr__(self.remote, "holders", HOLDERS)
-        self.plan = MixedAttention(self.remote, self.connection, self.gpu)
+        self.plan = MixedAttention(self.remote, self.connection)
         self.opened: set[int] = set()
 
     def _batch(self, lane: int, num_rows: int, step: int) -> StepBatch:

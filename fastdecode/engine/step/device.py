@@ -155,7 +155,7 @@ class DeviceStep:
     Args:
         batch: The step, of these rows alone.
         record: Gets times, and the holder if it is lost.
-        fail: Called with what the device raises when it attends.
+        fail: Called with what the device raises when it attends. If None, that is raised.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class DeviceStep:
         worker: DeviceWorker,
         batch: StepBatch,
         record: StepRecord,
-        fail: Callable[[Exception], object],
+        fail: Callable[[Exception], object] | None = None,
     ) -> None:
         (self.span,) = batch.spans
         self._worker, self._batch, self._record, self._fail = worker, batch, record, fail
@@ -205,6 +205,8 @@ class DeviceStep:
         try:
             o = self._attend(layer, q, k, v, self.paged, place)
         except Exception as error:
+            if self._fail is None:
+                raise
             self._fail(error)
             record.lost.add(holder)
             return torch.zeros_like(q)

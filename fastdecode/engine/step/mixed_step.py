@@ -16,7 +16,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -108,13 +107,11 @@ class MixedAttention:
     Args:
         plan: On R-workers. Its holders are all holders.
         connection: To the cache on the device.
-        gpu: The device's driver, in place of the one that torch has.
         home: How the home lane's steps run.
     """
 
     plan: AttentionPlan
     connection: DeviceWorker
-    gpu: Gpu | None = None
     home: DeviceLane = field(default_factory=DeviceLane)
 
     @property
@@ -124,10 +121,6 @@ class MixedAttention:
     @property
     def holders(self) -> Seq[Holder]:
         return self.plan.holders
-
-    def prepare(self, num_lanes: int) -> None:
-        """Take the memory of ``num_lanes`` lanes. See ``AttentionPlan``."""
-        self.plan.prepare(num_lanes)
 
     def begin(self, batch: StepBatch, s_worker: SWorker) -> tuple[StepRecord, Begun]:
         """Begin a step. See ``Attention``."""
@@ -166,8 +159,8 @@ class MixedAttention:
     def _part(
         self, batch: StepBatch, record: StepRecord, mode: StepMode, rows: slice | None = None
     ) -> DevicePart:
-        step = DeviceStep(self.connection, batch, record, _raise)
-        gpu = self.gpu or gpu_of(self.plan.device)
+        step = DeviceStep(self.connection, batch, record)
+        gpu = self.plan.gpu or gpu_of(self.plan.device)
         return DevicePart(step, record, self.home, mode, gpu, rows)
 
 
@@ -237,10 +230,6 @@ class DevicePart:
         if o is not self._place:  # else they were written there
             o[self._rows] = self._o
         return o
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
 
 
 def _only(batch: StepBatch, spans: Seq[HolderSpan]) -> StepBatch:

@@ -33,8 +33,6 @@ from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.trace import Trace
 from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.remote import Attention, Begun, HostCopy, Leaving, StepRecord
-from fastdecode.schedule.lanes import LaneChoice
-from fastdecode.schedule.times import MeasuredTimes, RPartTime
 from fastdecode.wire.blocks import TakenOver
 from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Welcome
 from fastdecode.wire.stages import StageDone
@@ -183,39 +181,9 @@ class LaneStep:
         if trace is not None:
             trace.s_part(self.lane, self.step, layer, started_s, now_s)
 
-    def tell(self, times: MeasuredTimes, lanes: LaneChoice | None, completed_s: float) -> None:
-        """Report how long the finished step's parts took, without those of lost holders. With
-        several stages, report what the slowest one's took.
-
-        Args:
-            completed_s: What drawing tokens and handing them on has taken.
-        """
-        reports = () if self.passage is None else self.passage.reports
-        r_compute_s = self.record.r_compute_s
-        r_parts: dict[int, RPartTime] = {
-            span.holder: RPartTime(
-                span.load_tokens,
-                span.num_prompt_tokens,
-                max(
-                    r_compute_s[span.holder],
-                    *(float(done.r_compute_s[span.holder]) for done in reports),
-                    0.0,
-                ),
-            )
-            for span in self.record.spans
-            if span.holder not in self.record.lost
-        }
-        # A GPU works on while this thread is elsewhere.
-        s_part_s = max(self.s_part_s(completed_s), *(done.s_part_s for done in reports), 0.0)
-        times.observe(self.batch.num_decoding, self.batch.num_prompt_tokens, s_part_s, r_parts)
-        if self.batch.num_decoding:
-            times.observe_trip(self.round_trips_s + sum([done.round_trip_s for done in reports]))
-        if lanes is not None:
-            loads = {holder: part.load_tokens for holder, part in r_parts.items()}
-            lanes.observe(self.lane, self.batch.num_decoding, loads)
-
     def s_part_s(self, completed_s: float = 0.0) -> float:
-        """Return the seconds that this stage's S-part has computed for it."""
+        """Return the seconds that this stage's S-part has computed for it, with those of drawing
+        its tokens and handing them on (``completed_s``). A GPU works while the thread doesn't."""
         own_s = self.s_compute_s + completed_s - self.record.in_s_part_s
         return max(own_s, self.forward.device_s())
 
@@ -469,8 +437,10 @@ class Pipeline:
         try:
             if message.__class__ is AttendResult:  # as nearly all are; no call, as isinstance is
                 self._take_attended(holder, message, now)
+            elif isinstance(message, Accepted | Refused | TakenOver | Welcome):
+                self._news.append((holder, message))
             else:
-                self._take_other(holder, message)
+                raise ProtocolError(f"{self._fleet.peer(holder)} {unasked(message)}")
         except ProtocolError as error:
             self._fleet.lose(holder, error)
 
@@ -479,11 +449,6 @@ class Pipeline:
         fleet = self._fleet
         while fleet.is_owed and (received := fleet.receive(most_s=0.0)) is not None:
             self._take_in(*received, time.perf_counter())
-
-    def _take_other(self, holder: HolderId, message: Answer) -> None:
-        if not isinstance(message, Accepted | Refused | TakenOver | Welcome):
-            raise ProtocolError(f"{self._fleet.peer(holder)} {unasked(message)}")
-        self._news.append((holder, message))
 
     def _take_attended(self, holder: HolderId, result: AttendResult, arrived_s: float) -> None:
         step = self._steps.get(result.lane)

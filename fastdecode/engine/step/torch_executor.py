@@ -30,7 +30,6 @@ from rworker.instructions import (
     Compute,
     CopyBlocks,
     Drop,
-    Instruction,
     OpenTier,
     PlaceChunk,
     Prepare,
@@ -111,7 +110,7 @@ class TorchExecutor:
 
     def compute(self, compute: Compute) -> AttendResult:
         """Refuse it: the S-worker stores and attends by itself."""
-        raise _not_here(compute)
+        raise ProtocolError("a KV cache on a device cannot do Compute")
 
     def place(self, place: PlaceChunk) -> None:
         self._memory_of(place.holder).place_chunk(place.chunk, place.places)
@@ -139,7 +138,8 @@ class TorchExecutor:
         """See ``RWorkerExecutor``: the host's memory, with nothing in it, or a file."""
         self.tiers.close(wanted.holder)
         if not self._host_bytes:
-            identity = _identity_of_tensors(wanted.identity)
+            # R-workers cannot read blocks that lie as tensors.
+            identity = tier_identity(f"{wanted.identity}/tensors")
             return self.tiers.open(
                 replace(wanted, identity=identity), self._memory_of(wanted.holder)
             )
@@ -214,12 +214,3 @@ def kv_spec_of(prepare: Prepare) -> KVSpec:
         dtype=DType(layout.dtype),
         block_size=layout.block_size,
     )
-
-
-def _identity_of_tensors(identity: str) -> str:
-    """Return the identity of blocks that lie as tensors: R-workers cannot read them."""
-    return tier_identity(f"{identity}/tensors")
-
-
-def _not_here(instruction: Instruction) -> ProtocolError:
-    return ProtocolError(f"a KV cache on a device cannot do {type(instruction).__name__}")
