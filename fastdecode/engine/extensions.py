@@ -122,9 +122,8 @@ class StepTiming(Extension):
         r_parts: dict[int, RPartTime] = {}
         for span in step.record.spans:
             if (holder := span.holder) not in step.record.lost:
-                r_s = max(
-                    r_compute_s[holder], *(float(x.r_compute_s[holder]) for x in reports), 0.0
-                )
+                later_s = [float(done.r_compute_s[holder]) for done in reports]
+                r_s = max(r_compute_s[holder], *later_s, 0.0)
                 r_parts[holder] = RPartTime(span.load_tokens, span.num_prompt_tokens, r_s)
         s_part_s = max(step.s_part_s(seconds), *(done.s_part_s for done in reports), 0.0)
         self._times.observe(batch.num_decoding, batch.num_prompt_tokens, s_part_s, r_parts)

@@ -133,10 +133,10 @@ def greet(stages: Stages) -> None:
     """The later stages are greeted, and answer."""
     blocks = (9,) * len(stages.fleet)
     hello = StageHello(1, "", 1, len(blocks), 1, 0, 3, 4, 16, DType.FLOAT32, DType.FLOAT32)
-    stages.later.greet({1: hello, 2: replace(hello, stage=2, num_layers=2)})
-    stages.say(1, StageWelcome(1, blocks))
-    stages.say(2, StageWelcome(2, blocks))
-    assert stages.later.welcomes((1, 2)) is not None
+    for stage in (1, 2):
+        stages.ends[1 + stage].send(StageWelcome(stage, blocks))
+    hellos = {1: hello, 2: replace(hello, stage=2, num_layers=2)}
+    assert len(stages.later.greet(hellos, stages.fleet.receive)) == 2
 
 
 def stocked(column: int, is_last: bool = True) -> Inventory:

@@ -209,7 +209,7 @@ class RunningEngine:
                 blocks_of = {x: y.num_blocks for x, y in welcomes.items()}
                 replacements.limit(limits(blocks_of, workers.num_holders))
         if workers.stages is not None:
-            others = greet_stages(self._fleet, workers.stages, self._setups, greeting)
+            others = greet_stages(self._fleet, self._setups, greeting)
             for other in others:  # of threads they are known, and kept up to date
                 self._stage_addresses.setdefault(other.stage, other.addresses)
             welcomes, missing = whole_columns(welcomes, others)

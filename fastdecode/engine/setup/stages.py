@@ -186,7 +186,7 @@ def _await_hello(setup: StageSetup, fleet: HolderPool, links: StageLinks) -> Sta
     Raises:
         ConfigError: If it expects another stage than this one.
     """
-    while not links.has_heard:
+    while not links.heard:
         fleet.receive()
     (_, hello), *rest = links.take_heard()
     if isinstance(hello, Shutdown):
@@ -207,7 +207,7 @@ def _await_hello(setup: StageSetup, fleet: HolderPool, links: StageLinks) -> Sta
 
 
 def greet_stages(
-    fleet: HolderPool, links: StageLinks, setups: Seq[StageSetup], hello: Hello
+    fleet: HolderPool, setups: Seq[StageSetup], hello: Hello
 ) -> tuple[StageWelcome, ...]:
     """Send the later stages what they are to be, and wait until they are that. Return what they
     have answered.
@@ -223,11 +223,7 @@ def greet_stages(
     kept = hello.session if hello.outlives else 0
     same = {"session": kept, "resumes": hello.resumes, "reading": hello.reading}
     hellos = {x.number: replace(x.hello(len(fleet)), **same) for x in setups}
-    later = fleet.later
-    with links.patient():
-        later.greet(hellos)
-        while (welcomes := later.welcomes(hellos)) is None:
-            fleet.receive()
+    welcomes = fleet.later.greet(hellos, fleet.receive)
     for stage, welcome in welcomes.items():
         try:
             hellos[stage].check(welcome)

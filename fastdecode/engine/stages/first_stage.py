@@ -52,13 +52,9 @@ def stage_pass(batch: StepBatch, x: Activations, lost: Collection[int]) -> Stage
         lost=columns_of(lost),
     )
     first_tokens = batch.positions[batch.last_rows] - (num_past + num_new - 1)
-    return _with_parts(passed, batch, first_tokens) if first_tokens.any() else passed
-
-
-def _with_parts(passed: StagePass, batch: StepBatch, first_tokens: NDArray[np.int64]) -> StagePass:
-    """Return the step with what split sequences need (``--split-tokens``)."""
-    passed = replace(passed, first_tokens=first_tokens.astype(np.int32))
-    if not batch.closed:  # rows see no token of those parts
+    if first_tokens.any():  # of split sequences
+        passed = replace(passed, first_tokens=first_tokens.astype(np.int32))
+    if not batch.closed:
         return passed
     closed = [
         (one.holder, one.part, one.num_tokens, one.num_beyond, one.first_row, one.num_rows)

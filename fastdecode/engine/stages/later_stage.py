@@ -100,7 +100,7 @@ class LaterStage:
             for stage, message in self._links.take_heard():
                 self._obey(stage, message)
             self._launch()
-            if self._is_over or self._links.has_heard:
+            if self._is_over or self._links.heard:
                 continue
             if self._pipeline.in_flight:
                 self._pipeline.run()
@@ -120,7 +120,7 @@ class LaterStage:
 
     @property
     def has_orders(self) -> bool:
-        return self._links.has_heard
+        return bool(self._links.heard)
 
     def _pass_on(self, step: LaneStep, x: Activations) -> None:
         """Send a step's output to the next stage, if there is one. Report to the first stage,

@@ -178,7 +178,7 @@ class StagePool(WorkerPool):
             # The stage watches its R-workers: it is the one that doesn't answer, or lies.
             raise self._stages.loss(self.origin(index)[0], error)
         if index >= self._num_own:
-            raise self._stages.lost(index, error)
+            raise self._stages.loss(self._stages.stages[index - self._num_own], error)
         super()._lose(index, error)
 
     def _taken(self, index: int, message: FromRWorker) -> tuple[HolderId, Answer] | None:
@@ -189,7 +189,7 @@ class StagePool(WorkerPool):
         if self._stages.is_asked or not isinstance(
             said, ColumnLost | ColumnReady | ColumnVacant | OfMember
         ):
-            self._stages.keep(stage, said)
+            self._stages.heard.append((stage, said))
         elif isinstance(said, ColumnLost):
             member = self._member_of(stage, said.column)
             self.has_replacement.pop(member, None)
