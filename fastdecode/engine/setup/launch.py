@@ -53,7 +53,7 @@ from fastdecode.engine.setup.reach import (
 )
 from fastdecode.engine.setup.resolve import resolve_for_this_host
 from fastdecode.engine.setup.s_worker import load_stage, make_s_worker
-from fastdecode.engine.setup.scheduling import lane_control, measured_times, schedule_for
+from fastdecode.engine.setup.scheduling import measured_times, schedule_for
 from fastdecode.engine.setup.stages import (
     ThreadStages,
     connected,
@@ -68,6 +68,7 @@ from fastdecode.engine.step.device import DeviceAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.reached_device import ReachedDevice
 from fastdecode.engine.transfers import KVExchange, Transfers
+from fastdecode.schedule.lanes import LaneChoice, LaneControl
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.ring import neighbour
 from fastdecode.schedule.times import MeasuredTimes
@@ -361,7 +362,12 @@ class RunningEngine:
     def _extensions(self, state: EngineState, times: MeasuredTimes | None) -> list[Extension]:
         extensions: list[Extension] = []
         if times is not None:
-            lanes = state.lifecycle.scheduler.hybrid or lane_control(self.resolved, times)
+            lanes: LaneChoice | None = state.lifecycle.scheduler.hybrid
+            resolved = self.resolved
+            if lanes is None and resolved.lanes.adapt:
+                most, num_stages = resolved.lanes.most, len(resolved.layers)
+                first = resolved.schedule.num_lanes
+                lanes = LaneControl(times, first, most=most, num_stages=num_stages)
             extensions.append(StepTiming(times, lanes))
         has_tiers = any(welcome.has_tier for welcome in self.welcomes)
         if has_tiers or self._is_instance:
