@@ -115,31 +115,29 @@ class Facts:
 class LLM:
     """A model, ready to generate. Close it, or use it in a ``with`` statement.
 
-    In a script that ``mpirun`` starts, the first rank goes on; in the others this serves as an
-    R-worker, or as a further S-worker, until the first is done, and then ends the process.
+    In a script that ``mpirun`` starts, the first rank continues. The others serve as R-workers, or
+    as further S-workers, until the first is done, and then end their processes.
 
-    An engine runs in a thread of its own; it may be used from any thread, by one reading at a
-    time, and an interrupt (Ctrl-C) leaves it usable. A fork of the process can't use it.
+    The engine has a thread of its own. Any thread may use it, with one reading at a time, and an
+    interrupt (Ctrl-C) leaves it usable. A fork of the process can't use it.
 
     Args:
-        model: a Hugging Face model directory.
-        given: options of ``EngineConfig``'s groups: dtype, kv_dtype, r_workers, device, …; and
+        model: A Hugging Face model directory.
+        given: Options of ``EngineConfig``'s groups: dtype, kv_dtype, r_workers, device, …; and
             of ``Keeping``: conversations, conversation_ttl_s, max_conversations. vLLM's names of
             some are known, too.
-        progress: told what start-up is doing, one line at a time.
-        trace: told what every step does, from then on.
-        times: what is known of step times beforehand, for the schedule; told how long each step
-            took.
-        session: of a run that another process can go on with, where R-workers are at addresses
+        progress: Called with what start-up is doing, one line at a time.
+        trace: Records every step.
+        times: What is known of step times beforehand, for the schedule. Gets each step's time.
+        session: Of a run that another process can continue, where R-workers are at addresses
             (``fastdecode run-batch`` has one).
-        generation_config: ``auto``: requests without parameters take what the model's
-            generation_config.json recommends; ``ignore``: none.
-        seed: that seeds of requests come from, in turn, which have none of their own; None: random
-            ones.
-        chat_template: for ``chat``, instead of the model's own: a file, or a text.
+        generation_config: ``auto`` gives requests without parameters what the model's
+            generation_config.json recommends, ``ignore`` doesn't.
+        seed: Source of the seeds of requests without one. None for random seeds.
+        chat_template: A file, or a text, in place of the model's own for ``chat``.
 
     Raises:
-        ConfigError, ModelError, WorkerError: as their docstrings say.
+        ConfigError, ModelError, WorkerError: As their docstrings say.
     """
 
     def __init__(
@@ -195,8 +193,7 @@ class LLM:
     if not TYPE_CHECKING:  # mypy refuses the names itself
 
         def __getattr__(self, name: str) -> Any:
-            """Raises AttributeError: also for vLLM's methods that LLM lacks, with what it
-            has instead."""
+            """Raise AttributeError. For vLLM's methods that LLM lacks it says what it has."""
             if name in METHODS_NOT_SUPPORTED:
                 instead = METHODS_NOT_SUPPORTED[name]
                 raise AttributeError(f"LLM.{name} is not supported: {instead}")
@@ -244,27 +241,24 @@ class LLM:
         """Continue every prompt. Results stand in the order of the prompts.
 
         Args:
-            prompts: texts, lists of token ids, or dicts with ``prompt`` or ``prompt_token_ids``,
-                and perhaps ``cache_salt``; a single one is a batch of one.
-            params: for all prompts, or one each; None: what ``get_default_sampling_params`` gives.
-            sampling_params: another name of ``params``.
-            conversation_id: of each prompt, which is what is new in that conversation; an id that
-                nobody used begins one.
-            cache: what KV blocks they share with other requests, if blocks are kept
+            prompts: Texts, lists of token ids, or dicts with ``prompt`` or ``prompt_token_ids``,
+                and perhaps ``cache_salt``. A single one is a batch of one.
+            params: For all prompts, or one each. None for ``get_default_sampling_params``.
+            sampling_params, use_tqdm: Other names of ``params`` and ``progress``.
+            conversation_id: Of each prompt, which is the new part of that conversation. An unused
+                id begins one.
+            cache: The KV blocks they share with other requests, if blocks are kept
                 (``prefix_cache``).
-            progress: show on stderr how far it is.
-            use_tqdm: another name of ``progress``.
-            others: arguments of vLLM that ask for nothing.
+            progress: Show on stderr how far it is.
+            others: Arguments of vLLM that ask for nothing.
 
         Returns:
-            One output a prompt. A bad prompt's output carries its ``error``;
-            the others aren't touched by it. When the last R-worker is lost, the
-            outputs that weren't complete carry a ``WorkerError``.
+            One output per prompt. A bad prompt's output has its ``error``, and the others don't.
+            When the last R-worker is lost, incomplete outputs have a ``WorkerError``.
 
         Raises:
-            RequestError: the arguments aren't prompts and sampling params, or there aren't as many
-                of each.
-            ConfigError: the LLM was closed, or a ``stream`` of it is still being read.
+            RequestError: If the arguments aren't prompts and sampling params, as many of each.
+            ConfigError: If the LLM was closed, or a ``stream`` of it is still being read.
         """
         check_cache(cache)
         batch, uses = as_batch(prompts, cache)
@@ -304,36 +298,30 @@ class LLM:
         **others: Unpack[ArgumentsNotSupported],
     ) -> list[RequestOutput]:
         """Continue conversations by the model's chat template, as ``generate`` continues prompts.
+        Arguments that both have mean the same.
 
         Args:
-            messages: a conversation, or several: ``[{"role": "user", "content": "…"}, …]``.
-            params: for all conversations, or one each.
-            use_tqdm: another name of ``progress``.
-            sampling_params: another name of ``params``.
-            tools: that the model may call, as OpenAI's API has them: the outputs' completions have
-                ``tool_calls``, and ``content`` for the other text.
+            messages: A conversation, or several: ``[{"role": "user", "content": "…"}, …]``.
+            tools: Tools that the model may call, as OpenAI's API has them. The outputs'
+                completions have ``tool_calls``, and ``content`` for the other text.
             tool_choice: ``"auto"``, ``"none"``, ``"required"``, or ``{"type": "function",
                 "function": {"name": …}}``.
-            parallel_tool_calls: false: at most one call.
-            chat_template: a file to use in place of the model's own, or the template itself: a
-                text with ``{``.
-            chat_template_content_format: contents reach the template as texts (``string``), lists
+            parallel_tool_calls: If false, at most one call.
+            chat_template: A file to use in place of the model's own, or a text with ``{``, which
+                is the template itself.
+            chat_template_content_format: Contents reach the template as texts (``string``), lists
                 of parts (``openai``), or as it takes them (``auto``).
-            add_generation_prompt: end prompts with what begins the assistant's turn; None: unless
-                the last message is continued.
-            continue_final_message: the answer continues the text of the last message.
-            variables: more names for the template.
-            chat_template_kwargs: another name of ``variables``.
-            conversation_id: of each conversation, whose ``messages`` are the new ones then; those
-                before, and the answers, are known.
-            cache, progress, others: as of ``generate``.
+            add_generation_prompt: End prompts with what begins the assistant's turn. None does so
+                unless the last message is continued.
+            continue_final_message: The answer continues the text of the last message.
+            variables, chat_template_kwargs: More names for the template.
+            conversation_id: Of each conversation, whose ``messages`` are only the new ones.
 
         Returns:
-            As ``generate``; an output's ``prompt`` is the conversation as the template
-            writes it.
+            As ``generate``. An output's ``prompt`` is what the template makes of the conversation.
 
         Raises:
-            RequestError, ConfigError: as ``generate``; or there is no chat template.
+            RequestError, ConfigError: As ``generate``, or if there is no chat template.
         """
         chats = as_chats(messages)
         params = one_of("params", params, "sampling_params", sampling_params)
@@ -381,13 +369,13 @@ class LLM:
         return [outputs[place] for place in range(len(chats))]
 
     def get_tokenizer(self) -> ModelTokenizer:
-        """The model's tokenizer. Raises ConfigError: it has none."""
+        """Return the model's tokenizer. Raises ConfigError: If it has none."""
         eos = self._running.spec.eos_token_ids
         model = find_model(self.config.model)
         return ModelTokenizer(self.codec, model, eos, self._given_template)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """A copy of what requests without parameters take: see ``generation_config``."""
+        """Return a copy of what requests without parameters take: see ``generation_config``."""
         return copy(self._default_params)
 
     def _checked_params(self, params: object, count: int) -> list[SamplingParams]:
@@ -417,18 +405,17 @@ class LLM:
         on_tick: Callable[[], None] | None = None,
         conversations: Conversations | None = None,
     ) -> Generator[RequestOutput, None, None]:
-        """Run requests as they come from an iterable; yield each output as soon as it is complete.
+        """Run requests as they come from an iterable. Yield each output once it is complete.
 
-        Only so many requests are taken ahead as keep the batch full, so memory stays flat however
-        many there are. Request ids must be unique among those unfinished. When the engine breaks
-        down, as it does with the loss of its last R-worker, every request that was taken is
-        yielded with that error, and the stream ends.
+        Only as many requests are taken ahead as keep the batch full, so memory stays flat. Request
+        ids must be unique among those unfinished. When the engine breaks down, as with the loss of
+        its last R-worker, every request that was taken is yielded with that error.
 
         Args:
-            requests: asked for the next one when there is room for it.
-            on_tick: called whenever outputs have been yielded, and a few times a second. What it
+            requests: Asked for the next one when there is room for it.
+            on_tick: Called whenever outputs have been yielded, and a few times a second. What it
                 raises ends the stream.
-            conversations: that requests are turns of; None: the LLM's own.
+            conversations: Those that requests are turns of. None for the LLM's own.
         """
         return self._read(
             requests, on_tick, lambda delta, output: output, conversations, every_step=False
@@ -437,8 +424,7 @@ class LLM:
     def deltas(
         self, requests: Iterable[Arriving], on_tick: Callable[[], None] | None = None
     ) -> Generator[Delta, None, None]:
-        """Like ``stream``, but yields tokens as they come: what is new of each
-        sequence since the last time."""
+        """Run requests like ``stream``, but yield what is new of each sequence as it comes."""
         return self._read(requests, on_tick, lambda delta, output: delta, every_step=True)
 
     def _read(
@@ -472,13 +458,12 @@ class LLM:
             reading.end()
 
     def cancel_waiting(self) -> None:
-        """Of the requests that ``stream`` has taken, forget those of which
-        nothing has run: they come to nothing."""
+        """Forget those requests that ``stream`` has taken, and of which nothing has run."""
         if self._reading is not None:
             self._reading.cancel_waiting()
 
     def _warn_of_turns(self, cache: CacheUse) -> None:
-        """Where conversation_id saves nothing; called by what the user has called."""
+        """Warn where conversation_id saves nothing. Called by what the user has called."""
         why = no_reuse_warning(why_no_reuse(self.config), cache)
         if why:
             warnings.warn(why, stacklevel=3)
@@ -486,8 +471,7 @@ class LLM:
     def _run_all(
         self, requests: Iterable[Arriving], params: Sequence[SamplingParams], progress: bool
     ) -> list[RequestOutput]:
-        """One output a request, in the order of their ids, which are numbers.
-        ``params``: theirs, in order."""
+        """Return one output per request, in the order of their ids, which are numbers."""
         outputs: dict[str, RequestOutput] = {}
         with contextlib.ExitStack() as stack:
             tick = stack.enter_context(_shown(self, len(params), outputs)) if progress else None
@@ -538,7 +522,7 @@ def _end_conversation(service: EngineService, token_ids: Sequence[int], salt: st
 def _defaults(
     model: str, generation_config: str, progress: Callable[[str], None] | None
 ) -> dict[str, Any]:
-    """What requests without parameters take. Raises ConfigError, CheckpointError."""
+    """Return what requests without parameters take. Raises ConfigError, CheckpointError."""
     generation_config = {"vllm": "ignore"}.get(generation_config, generation_config)
     if generation_config not in GENERATION_CONFIGS:
         known = " or ".join(GENERATION_CONFIGS)
@@ -550,7 +534,7 @@ def _defaults(
 
 
 def _decoded(output: RequestOutput, params: SamplingParams, codec: TextCodec) -> RequestOutput:
-    """With the texts of tokens whose logprobs were asked for, if text is wanted."""
+    """Add the texts of tokens whose logprobs were asked for, if text is wanted."""
     is_wanted = params.logprobs is not None or params.prompt_logprobs is not None
     if not is_wanted or not params.detokenize:
         return output
@@ -573,7 +557,7 @@ def _named(step: TokenLogprob, names: TokenText) -> TokenLogprob:
 
 
 def _chat_template(model: str, given: str | Path | None) -> ChatTemplate:
-    """A model's chat template, or what is given instead. Raises ConfigError: there is none."""
+    """Return a model's chat template, or the given one. Raises ConfigError: If there is none."""
     template = ChatTemplate.load(find_model(model), given)
     if template is None:
         raise ConfigError(
@@ -591,7 +575,7 @@ def _requests(given: Iterable[tuple[Prompt, SamplingParams, CacheUse]]) -> list[
 def _shown(
     llm: LLM, num_requests: int, outputs: Mapping[str, RequestOutput]
 ) -> Iterator[Callable[[], None]]:
-    """Shows how far a call is; gives what is to be called meanwhile."""
+    """Show how far a call is. Yield what is to be called meanwhile."""
     tokens_before = llm.stats.num_output_tokens
     num_counted = num_failed = 0
 
