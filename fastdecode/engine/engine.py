@@ -85,7 +85,9 @@ class Engine:
         self._samples = Samples(s_worker, state, trace)
         self._window = longest_window(s_worker.spec.attention)
         self._answer_at_once = all(holder.answers_at_once for holder in pipeline.holders)
-        self._timed = _timed_holders(pipeline)
+        r_workers = {h for h, x in enumerate(pipeline.holders) if x.kind is HolderKind.R_WORKER}
+        self._timed = r_workers or set(range(len(pipeline.holders)))
+        """Holders whose compute counts as R-workers': all but a device beside R-workers."""
         self._is_idle = False  # nothing could be started, and nothing has happened since
         # Tokens of steps that are over, on their way to the host, by lane.
         self._coming: dict[int, StepSamples] = {}
@@ -428,12 +430,3 @@ class Engine:
 def _runs_prompt(pipeline: Pipeline) -> bool:
     """Return True if part of a prompt runs in any step in flight."""
     return any(step.batch.num_prompt_tokens for step in pipeline.in_flight)
-
-
-def _timed_holders(pipeline: Pipeline) -> frozenset[HolderId]:
-    """Return the holders whose compute counts as R-workers': all but a device beside R-workers."""
-    kinds = {HolderId(i): holder.kind for i, holder in enumerate(pipeline.holders)}
-    has_r_workers = HolderKind.R_WORKER in kinds.values()
-    return frozenset(
-        holder for holder, kind in kinds.items() if kind is HolderKind.R_WORKER or not has_r_workers
-    )

@@ -108,24 +108,20 @@ class Recovery(Extension):
         now = self._clock()
         if not self.pause_s or now - self._looked_s > _LOOK_AWAY_S:
             self._since_s = now
-        self._looked_s = now
-        if not self._may_come(now - self._since_s):
-            reasons = (self._fleet.gone or self._fleet.lost).values()
-            raise copy(next(iter(reasons)))
-        self.pause_s = min(max(_FIRST_PAUSE_S, 2 * self.pause_s), _LONGEST_PAUSE_S)
-        return True
-
-    def _may_come(self, stranded_s: float) -> bool:
-        """Return True if a replacement may still come, ``stranded_s`` after all were lost."""
-        if self._replacements is None:
-            return False
-        timeout_s = self._replacements.timeout_s
+        self._looked_s, stranded_s = now, now - self._since_s
+        timeout_s = 0.0 if self._replacements is None else self._replacements.timeout_s
         if not stranded_s and 0 < timeout_s < math.inf:
             logger.warning(
                 "every R-worker is lost: trying to reach one, for %g s (worker_timeout_s)",
                 timeout_s,
             )
-        return stranded_s < timeout_s or bool(self._replacements.look(self._vacant))
+        if stranded_s >= timeout_s and not (
+            self._replacements is not None and self._replacements.look(self._vacant)
+        ):
+            reasons = (self._fleet.gone or self._fleet.lost).values()
+            raise copy(next(iter(reasons)))
+        self.pause_s = min(max(_FIRST_PAUSE_S, 2 * self.pause_s), _LONGEST_PAUSE_S)
+        return True
 
     def _joined(self, vacant: Collection[HolderId]) -> Iterator[Event]:
         """Admit the replacements of these holders."""
@@ -187,7 +183,13 @@ class ReplicaRecovery(Recovery):
         replacements that have joined; then close the ring again."""
         replicas = self._replicas
         replicas.take_news(self._state.num_launched - 1)
-        yield from self._emptied()
+        if not self._state.lifecycle.adoptions:
+            # Holders that neighbours took over, and that nothing uses any more.
+            leaving, used = replicas.is_leaving, self._is_used
+            empty = [x for x in replicas.adopted if not used(x) and not leaving(x)]
+            for holder in empty:
+                replicas.emptied(holder)
+            yield from map(super().lose, empty)
         # Where there are no others, or conversations go on there, sequences start again.
         reopened, adopted = replicas.reopened(), self._holders.having(HolderState.ADOPTED)
         found = [x for x in adopted if x in reopened or self._cache.is_awaited(x)]
@@ -200,17 +202,6 @@ class ReplicaRecovery(Recovery):
     def _vacant(self) -> list[HolderId]:
         """See ``Recovery``. Rings are closed without holders that are greeted again."""
         return [holder for holder in super()._vacant if not self._replicas.is_in_ring(holder)]
-
-    def _emptied(self) -> Iterator[Event]:
-        """Yield holders that neighbours took over, and that nothing uses any more: they are
-        lost, and may be replaced."""
-        replicas, adopted = self._replicas, self._replicas.adopted
-        if adopted and not self._state.lifecycle.adoptions:
-            unused = (x for x in adopted if not self._is_used(x) and not replicas.is_leaving(x))
-            empty = list(unused)
-            for holder in empty:
-                replicas.emptied(holder)
-            yield from map(super().lose, empty)
 
     def _returned(self) -> Iterator[Event]:
         """Yield replacements of lost holders; and of holders that neighbours took over,

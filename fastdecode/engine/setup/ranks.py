@@ -144,8 +144,11 @@ class _KeptByRank:
 def _meeting_place(job: MpiJob, members: range) -> Iterator[Path]:
     """A path that all of these ranks know, in a directory of this user's alone;
     gone when they have met."""
-    leader, others = members[0], members[1:]
-    several_hosts = _SEVERAL_HOSTS.format(tp=len(members), first=leader, last=members[-1])
+    leader, others, tp = members[0], members[1:], len(members)
+    several_hosts = (
+        f"the {tp} S-workers of tp={tp} are on several hosts: place ranks {leader} to "
+        f"{members[-1]} on one host"
+    )
     if job.rank != leader:
         job.send_text(leader, job.host)
         place = job.receive_text(leader, JOINING_TIMEOUT_S)
@@ -165,8 +168,3 @@ def _meeting_place(job: MpiJob, members: range) -> Iterator[Path]:
         yield Path(directory, "ranks")
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-_SEVERAL_HOSTS = (
-    "the {tp} S-workers of tp={tp} are on several hosts: place ranks {first} to {last} on one host"
-)

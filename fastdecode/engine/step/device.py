@@ -19,7 +19,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.errors import WorkerError
@@ -121,11 +120,11 @@ def _tables(begin: BeginStep, appended: Appended, store: KVStore) -> StepTables:
     is_decoded = begin.num_new == 1
     is_first = ~is_decoded & (begin.num_past == 0)
     num_decoded, num_first = int(is_decoded.sum()), int(is_first.sum())
-    ends = np.cumsum(begin.num_new, dtype=np.int64)
+    ends, first = np.cumsum(begin.num_new, dtype=np.int64), np.zeros(1, np.int32)
     later = tuple(
         (
             slice(int(ends[i] - begin.num_new[i]), int(ends[i])),
-            _slots(store, begin.sequence_ids[i], total[i]),
+            store.slots(begin.sequence_ids[i : i + 1], first, total[i : i + 1]),
         )
         for i in range(num_decoded, len(ends) - num_first)
     )
@@ -141,12 +140,6 @@ def _tables(begin: BeginStep, appended: Appended, store: KVStore) -> StepTables:
         copy_sources=appended.copy_sources,
         copy_targets=appended.copy_targets,
     )
-
-
-def _slots(store: KVStore, sequence_id: int, num_tokens: int) -> NDArray[np.int64]:
-    """Return the slots of a sequence's first tokens, [num_tokens]."""
-    first, count = np.zeros(1, np.int32), np.array([num_tokens], np.int32)
-    return store.slots(np.array([sequence_id], np.int64), first, count)
 
 
 class DeviceStep:

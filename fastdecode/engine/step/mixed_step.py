@@ -20,8 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fastdecode.core.holders import Holder, HolderKind
-from fastdecode.engine.fleet.groups import HolderPool
+from fastdecode.core.holders import HolderKind
 from fastdecode.engine.step.batch import HolderSpan, StepBatch
 from fastdecode.engine.step.device import DeviceStep, DeviceWorker
 from fastdecode.engine.step.remote import AttentionPlan, Begun, RemotePart, StepRecord
@@ -100,7 +99,7 @@ class StepMode(Enum):
     LAYERED = "layer by layer"
 
 
-@dataclass(frozen=True)
+@dataclass
 class MixedAttention:
     """Begins steps of rows on either side.
 
@@ -114,13 +113,8 @@ class MixedAttention:
     connection: DeviceWorker
     home: DeviceLane = field(default_factory=DeviceLane)
 
-    @property
-    def fleet(self) -> HolderPool:
-        return self.plan.fleet
-
-    @property
-    def holders(self) -> Seq[Holder]:
-        return self.plan.holders
+    def __post_init__(self) -> None:
+        self.fleet, self.holders = self.plan.fleet, self.plan.holders
 
     def begin(self, batch: StepBatch, s_worker: SWorker) -> tuple[StepRecord, Begun]:
         """Begin a step. See ``Attention``."""

@@ -121,7 +121,9 @@ class SwappedLanes:
         with self._moving:
             self.mover.leave(self._stored_slots)
             for other in (x for x in self._order[:-1] if x in self._stores):
-                blocks = stored_blocks(self._stores[other])
+                store = self._stores[other]
+                ids = np.fromiter(store.tables.row_of, np.int64, len(store.tables.row_of))
+                blocks = blocks_of(store, ids, store.num_tokens(ids))
                 if blocks.size:
                     self.mover.prefetch(other, blocks)
                     return
@@ -207,12 +209,6 @@ class LaneMemory(DeviceMemory):
 
     def _stored(self) -> StoredKV:
         return self._lanes.settle(self._lane)
-
-
-def stored_blocks(store: KVStore) -> Blocks:
-    """That hold tokens of a lane's sequences."""
-    ids = np.fromiter(store.tables.row_of, np.int64, len(store.tables.row_of))
-    return blocks_of(store, ids, store.num_tokens(ids))
 
 
 def blocks_of(
