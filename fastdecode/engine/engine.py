@@ -256,7 +256,7 @@ class Engine:
             for extension in self._extensions:
                 extension.listen()
         self._take_news()
-        if not self._recovery.is_stranded():
+        if not (self._recovery.is_watching and self._recovery.is_stranded()):
             for lane in self._pipeline.idle:
                 self._launch(lane)
         for lane in set(self._coming).intersection(self._pipeline.idle):
@@ -281,8 +281,10 @@ class Engine:
         """
         for holder, news in self._pipeline.take_news():
             self._take(holder, news)
-        for extension in self._reporting:
+        for extension in self._extensions:
             self._apply_all(extension.news())
+        if self._recovery.is_watching:
+            self._apply_all(self._recovery.news())
 
     def _take(self, holder: HolderId, news: Any) -> None:
         peer = self._fleet.peer(holder)

@@ -62,11 +62,14 @@ class Recovery(Extension):
         self._looked_s = self._since_s = -math.inf
         self.pause_s = 0.0
         """While all are lost: for how long there is no use in looking again."""
+        self.is_watching = False
+        """True if ``news`` may have any, or ``is_stranded`` may be true."""
         self._count_newcomers()  # that came before the engine was made
 
     def lose(self, holder: HolderId) -> Lost | Interrupted:
         """Return what follows the loss of a holder: ``Lost`` for good, or ``Interrupted``
         until its replica takes over."""
+        self.is_watching = True
         return Lost(holder, self._is_sure_to_return)
 
     @property
@@ -78,6 +81,8 @@ class Recovery(Extension):
         """Return replacements that have joined, once no sequence is on the lost ones."""
         if self._replacements is not None and (vacant := self._vacant):
             yield from (*self._given_up(), *self._joined(vacant))
+        if not self._holders.having(HolderState.LOST):
+            self.is_watching, self.pause_s = False, 0.0
 
     @property
     def _is_sure_to_return(self) -> bool:
@@ -155,7 +160,7 @@ class ReplicaRecovery(Recovery):
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(state, replacements, clock)
-        self._replicas = replicas
+        self._replicas, self.is_watching = replicas, True
         self._cache = state.lifecycle.scheduler.ledger.cache
         state.stats.replicas = replicas.figures
         replicas.hand_over_to(replacements)
