@@ -37,8 +37,7 @@ from fastdecode.core.holders import HolderId, HolderKind, PartId
 from fastdecode.core.sequence import Request
 from fastdecode.core.spec import longest_window
 from fastdecode.core.trace import Trace
-from fastdecode.engine.extensions import EngineState, Extension
-from fastdecode.engine.recovery import Recovery
+from fastdecode.engine.extensions import EngineState, Extension, Recovery
 from fastdecode.engine.requests import Requests, Samples, StepSamples
 from fastdecode.engine.stats import EngineFigures, EngineStats, figures_of
 from fastdecode.engine.step.batch import StepBatch

@@ -17,11 +17,10 @@ from state_machine import HELLO
 from fastdecode.core.delta import CANCELLED, DeltaQueue
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.extensions import EngineState
+from fastdecode.engine.extensions import EngineState, Recovery
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import LONGEST_PAUSE_S, HubReplacements
-from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.service import EngineService
 from fastdecode.schedule.life.lifecycle import Lifecycle

@@ -24,7 +24,13 @@ from fastdecode.core.model.stages import stage_spec
 from fastdecode.core.resuming import Session
 from fastdecode.core.trace import Trace
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.extensions import EngineState, Extension, StepTiming
+from fastdecode.engine.extensions import (
+    EngineState,
+    Extension,
+    Recovery,
+    ReplicaRecovery,
+    StepTiming,
+)
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.greeting import greet, limits, offer_for_replicas
 from fastdecode.engine.fleet.groups import GroupPool
@@ -32,7 +38,6 @@ from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.replicas import Replicas, new_session
 from fastdecode.engine.fleet.resharing import Resharing
-from fastdecode.engine.recovery import Recovery, ReplicaRecovery
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.session import Recorder, attach
 from fastdecode.engine.setup.devices import describe_device
