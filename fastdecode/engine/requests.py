@@ -56,7 +56,7 @@ class Generation:
     eos_token_ids: tuple[int, ...] = ()
 
     def append(self, drawn: SampledToken) -> FinishReason | None:
-        """Take in a token. Returns why the sequence is over, if the token says so."""
+        """Take in a token. Return why the sequence is over, if it is."""
         params, token = self.sequence.request.params, drawn.token_id
         is_eos = token in self.eos_token_ids and not params.ignore_eos
         self.sampling.observe(token)
@@ -70,7 +70,7 @@ class Generation:
         return "stop" if is_over or (grammar is not None and grammar.is_complete) else None
 
     def delta(self, reason: FinishReason | None) -> Delta:
-        """What is new since the last one; all that is left if the sequence is over."""
+        """Return what is new since the last one, or all that is left if the sequence is over."""
         sequence, first = self.sequence, self.num_told
         of_logprobs = max(0, first - self.num_known)
         self.num_told = sequence.num_generated
@@ -109,7 +109,7 @@ class Group:
     prompt_logprobs: PromptLogprobs | None = None
 
     def tell(self, generation: Generation, reason: FinishReason | None) -> None:
-        """Tell the listener of one more token; with a reason, of the last one."""
+        """Give the listener one more token, or with a reason the last one."""
         if self.listener is not None and (self.listener.every_step or reason is not None):
             delta = generation.delta(reason)
             if self.prompt_logprobs is not None:
@@ -125,7 +125,7 @@ class Requests:
     """All that an engine has not finished yet.
 
     Args:
-        eos_token_ids: any of them ends a sequence, unless the request ignores EOS.
+        eos_token_ids: Any of them ends a sequence, unless the request ignores EOS.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Requests:
     def add(
         self, request: Request, sequences: Iterable[Sequence], now: float, listener: Listener | None
     ) -> None:
-        """A request that has just been submitted."""
+        """Add a request that has just been submitted."""
         generations = [self._generation(sequence, now) for sequence in sequences]
         group = Group(request, generations, listener, len(generations))
         if request.params.prompt_logprobs is not None:
@@ -187,7 +187,7 @@ class Requests:
         return generation
 
     def generations_of(self, chunks: Iterable[Chunk]) -> list[Generation]:
-        """What the chunks' sequences have generated."""
+        """Return what the chunks' sequences have generated."""
         known = self._generations
         return [known[chunk.sequence.sequence_id] for chunk in chunks]
 
@@ -207,10 +207,14 @@ class Requests:
             sequence = generation.sequence
             if sequence.request.request_id in failed:
                 continue
-            if token.error is not None:
+            if (error := token.error) is not None:
                 failed.add(sequence.request.request_id)
-                peers = list(peers)
-                drawn.append(_failed(sequence, token.error, peers))
+                if error.code == NON_FINITE:
+                    sequence.is_spoilt = True
+                    peers = list(peers)
+                    text = f"{error.message}. Its step was attended by {', '.join(peers)}"
+                    error = RequestError(text, code=NON_FINITE)
+                drawn.append(Drawn(sequence, error=error))
                 continue
             stats.num_output_tokens += 1
             if generation.first_token_s is None:
@@ -223,8 +227,8 @@ class Requests:
         return tuple(drawn)
 
     def tell(self, drawn: Iterable[Drawn]) -> None:
-        """The lifecycle has taken in what was drawn: tell whoever listens. Of
-        those that are over it told already."""
+        """Give listeners what was drawn, once the lifecycle has taken it in. They have the end of
+        sequences that are over already."""
         for one in drawn:
             generation = self._generations.get(one.sequence.sequence_id)
             if generation is not None and one.error is None:
@@ -233,13 +237,13 @@ class Requests:
                     group.tell(generation, None)
 
     def say(self, delta: Delta) -> None:
-        """Tell whoever listens something about a request that is no token."""
+        """Give a request's listener a delta that is no token."""
         group = self._groups.get(delta.request_id)
         if group is not None and group.listener is not None:
             group.listener.tell(delta)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stats: EngineStats) -> None:
-        """A sequence is over, and its request, once all of them are."""
+        """End a sequence, and its request with the last one."""
         generation = self._generations.pop(sequence.sequence_id)
         if generation.first_token_s is not None and sequence.num_generated > 1:
             stats.tpot.add(
@@ -252,7 +256,7 @@ class Requests:
             self.forget(group.request.request_id)
 
     def forget(self, request_id: str) -> Group:
-        """A request ends before its time."""
+        """Drop a request that is over, or ends before its time."""
         group = self._groups.pop(request_id)
         self.prompt_questions.open.pop(request_id, None)
         for generation in group.generations:
@@ -262,14 +266,6 @@ class Requests:
     def fail_all(self, error: FastDecodeError) -> None:
         for request_id in self.ids:
             self.forget(request_id).fail(error)
-
-
-def _failed(sequence: Sequence, error: RequestError, peers: Iterable[str]) -> Drawn:
-    if error.code == NON_FINITE:
-        sequence.is_spoilt = True
-        text = f"{error.message}. Its step was attended by {', '.join(peers)}"
-        error = RequestError(text, code=NON_FINITE)
-    return Drawn(sequence, error=error)
 
 
 @dataclass(frozen=True)

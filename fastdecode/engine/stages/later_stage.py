@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from functools import partial
 
 import numpy as np
@@ -15,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.errors import ProtocolError
-from fastdecode.core.holders import Holder, HolderId
+from fastdecode.core.holders import HolderId
 from fastdecode.engine.stages.first_stage import columns_of
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.relay import Relay
@@ -78,12 +76,11 @@ class LaterStage:
         self._number = number
         self._next = behind
         self._s_worker = s_worker
-        self._fleet = attention.fleet
-        self._holders: Seq[Holder] = attention.holders
+        self._fleet, self._holders = attention.fleet, attention.holders
         self._links = links
         self._num_lanes = num_lanes
         self._pipeline = Pipeline(s_worker, attention, num_lanes, onward=self)
-        self._waiting: deque[StagePass] = deque()
+        self._waiting: list[StagePass] = []
         self._passed: dict[int, StagePass] = {}  # by lane
         self._relay = relay
         self._is_over = False
@@ -163,31 +160,23 @@ class LaterStage:
         elif isinstance(message, Shutdown):
             self._is_over = True
         else:
-            if isinstance(message, GreetColumn):
-                self._forget(HolderId(message.column))
+            if isinstance(message, GreetColumn) and self._relay.forgets_answers:
+                self._pipeline.lose(HolderId(message.column))  # steps in flight get no answer
             self._relay.obey(message)
 
-    def _forget(self, column: HolderId) -> None:
-        """Lose a column that is greeted again in steps in flight, which get no answer from it."""
-        if self._relay.forgets_answers:
-            self._pipeline.lose(column)
-
     def _launch(self) -> None:
-        later: deque[StagePass] = deque()
-        for passed in self._waiting:
-            if passed.lane in self._pipeline.idle:
-                self._start(passed)
-            else:  # its last layer isn't stored yet
-                later.append(passed)
-        self._waiting = later
-
-    def _start(self, passed: StagePass) -> None:
-        x = as_tensor(passed.x, self._s_worker.model.dtype)
-        batch = StepBatch.passed_on(passed, self._holders, x)
-        self._passed[passed.lane] = passed
-        self._pipeline.launch(passed.lane, batch, batch.last_rows[batch.draws])
-        for column in self._fleet.lost:
-            self._pipeline.lose(column)
+        """Start the steps that wait, but for those of a lane whose last layer isn't stored yet."""
+        waiting, self._waiting = self._waiting, []
+        for passed in waiting:
+            if passed.lane not in self._pipeline.idle:
+                self._waiting.append(passed)
+                continue
+            x = as_tensor(passed.x, self._s_worker.model.dtype)
+            batch = StepBatch.passed_on(passed, self._holders, x)
+            self._passed[passed.lane] = passed
+            self._pipeline.launch(passed.lane, batch, batch.last_rows[batch.draws])
+            for column in self._fleet.lost:
+                self._pipeline.lose(column)
 
     def _check(self, passed: StagePass) -> None:
         """

@@ -35,7 +35,6 @@ from rworker.blocks.kv_store import KVStore
 from rworker.cache_state import CacheState
 from rworker.inline import WORKER, InlineConnection
 from rworker.state import RWorkerState
-from sworker.device import Gpu
 from sworker.failures import is_failure
 from sworker.paged import PagedKV
 from sworker.step_tables import StepInputs, StepTables
@@ -64,16 +63,7 @@ class DeviceWorker(InlineConnection):
         super().__init__(state, executor)
         self.peer = name
         self._state, self._executor = state, executor
-
-    @property
-    def device(self) -> torch.device:
-        """Where its cache is."""
-        return self._executor.device
-
-    @property
-    def gpu(self) -> Gpu | None:
-        """The device's driver, in place of torch's."""
-        return self._executor.gpu
+        self.device, self.gpu = executor.device, executor.gpu
 
     @property
     def cache(self) -> PagedKV:
