@@ -21,9 +21,8 @@ from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.resharing import GROUP, Resharing
-from fastdecode.engine.stages.first_stage import ColumnReplacements
 from fastdecode.engine.stages.links import StageLinks
-from fastdecode.engine.stages.pool import ColumnPool, StagePool
+from fastdecode.engine.stages.pool import ColumnPool, ColumnReplacements, StagePool
 from fastdecode.engine.stages.relay import ColumnRegreeting, Relay
 from fastdecode.wire.blocks import (
     KEY_WORDS,

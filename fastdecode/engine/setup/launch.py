@@ -67,8 +67,8 @@ from fastdecode.engine.setup.stages import (
     whole_columns,
 )
 from fastdecode.engine.setup.workers import pools_of
-from fastdecode.engine.stages.first_stage import ColumnReplacements, FirstStage
-from fastdecode.engine.stages.pool import ColumnPool, StagePool
+from fastdecode.engine.stages.pool import ColumnPool, ColumnReplacements, StagePool
+from fastdecode.engine.stages.steps import FirstStage
 from fastdecode.engine.step.device import DeviceAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.reached_device import ReachedDevice

@@ -35,10 +35,10 @@ from fastdecode.engine.setup.reach import make_attention, reach_workers
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.engine.setup.s_worker import load_stage, make_s_worker
 from fastdecode.engine.setup.workers import Reached, beside_stages, pools_of
-from fastdecode.engine.stages.later_stage import LaterStage
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.pool import ColumnPool
 from fastdecode.engine.stages.relay import ColumnRegreeting, HeadsRegreeting, Regreeting, Relay
+from fastdecode.engine.stages.steps import LaterStage
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import MAX_LANES, PROTOCOL_VERSION, Failed, Hello, Shutdown, Welcome
 from fastdecode.wire.mpi.job import join

@@ -1,9 +1,10 @@
-"""A stage behind the first: runs the steps that it is sent, until the first stage ends it."""
+"""Steps on their way through the stages: from the first one to the later ones, each of which runs
+the steps that it is sent, and back."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import numpy as np
@@ -12,20 +13,124 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastdecode.core.errors import ProtocolError
+from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.stages.first_stage import columns_of
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
+from fastdecode.engine.stages.pool import ColumnPool
 from fastdecode.engine.stages.relay import Relay
 from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.pipeline import LaneStep, Pipeline
 from fastdecode.engine.step.remote import Attention
 from fastdecode.wire.messages import MAX_ID, Activations, Shutdown
-from fastdecode.wire.stages import FIRST_STAGE, GreetColumn, StageDone, StagePass
+from fastdecode.wire.stages import ASKS, DRAWS, FIRST_STAGE, GreetColumn, StageDone, StagePass
 from sworker.buffers import Fetched, as_array, as_tensor
 from sworker.worker import SWorker
 
 _LOOK_EVERY_S = 0.05  # whether the replacement of a lost R-worker has answered
+
+
+def stage_pass(batch: StepBatch, x: Activations, lost: Collection[int]) -> StagePass:
+    """Return a step for the next stage, as the first stage has laid it out.
+
+    Args:
+        x: The first stage's output for the step's rows, [T, H].
+    """
+    begun = [span.begin for span in batch.spans]
+    lengths = [int(np.count_nonzero(begin.num_new)) for begin in begun]
+    own = list(zip(begun, lengths, strict=True))  # closed parts are behind them
+    num_past = np.concatenate([begin.num_past[:number] for begin, number in own])
+    num_new = np.concatenate([begin.num_new[:number] for begin, number in own])
+    draws = batch.draws.astype(np.uint8) * np.uint8(DRAWS)
+    if batch.asks is not None:
+        draws |= batch.asks.astype(np.uint8) * np.uint8(ASKS)
+    passed = StagePass(
+        step=begun[0].step,
+        lane=begun[0].lane,
+        x=x,
+        sequence_ids=np.concatenate([begin.sequence_ids[:number] for begin, number in own]),
+        columns=np.repeat(np.array([span.holder for span in batch.spans], np.int32), lengths),
+        num_past=num_past,
+        num_new=num_new,
+        draws=draws,
+        lost=columns_of(lost),
+    )
+    first_tokens = batch.positions[batch.last_rows] - (num_past + num_new - 1)
+    if first_tokens.any():  # of split sequences
+        passed = replace(passed, first_tokens=first_tokens.astype(np.int32))
+    if not batch.closed:
+        return passed
+    closed = [
+        (one.holder, one.part, one.num_tokens, one.num_beyond, one.first_row, one.num_rows)
+        for one in batch.closed
+    ]
+    ids = np.array([one.part_id for one in batch.closed], np.int64)
+    return replace(passed, closed_ids=ids, closed=np.array(closed, np.int32))
+
+
+class FirstStageForward:
+    """A step of the first stage, which is sent to the later ones. The last one returns the rows
+    that draw a token."""
+
+    def __init__(self, step: LaneStep, output: Fetched, fleet: ColumnPool) -> None:
+        self._step, self._later, self._fleet = step, fleet.later, fleet
+        self.copy = output
+        self._is_sent = False
+        self.reports: list[StageDone] = []
+
+    @property
+    def can_advance(self) -> bool:
+        if not self._is_sent:
+            return self.copy.done
+        return len(self.reports) == len(self._later.later)
+
+    def advance(self) -> Tensor | None:
+        """Send the step; later return the logits [R, V] of the R rows that a token is drawn from,
+        made of the last stage's output [R, H]."""
+        step = self._step
+        if not self._is_sent:
+            self._is_sent = True
+            passed = stage_pass(step.batch, as_array(self.copy.host), self._fleet.lost)
+            self._later.send(passed)
+            return None
+        last = max(self.reports, key=lambda done: done.stage)
+        sent = as_array(self.copy.host)
+        num_draws = len(step.logit_rows)
+        num_asked = 0 if step.asked_rows is None else len(step.asked_rows)
+        shape = num_draws + num_asked, sent.shape[1]
+        if last.x is None or last.x.shape != shape or last.x.dtype != sent.dtype:
+            found = "nothing" if last.x is None else f"{last.x.dtype} {list(last.x.shape)}"
+            raise WorkerError(
+                f"stage {last.stage} gave {found} back where {list(shape)} was due: are all "
+                "stages of the same version?",
+                code="stage_lost",
+            )
+        step.forward.come_home(as_tensor(last.x, self.copy.host.dtype))
+        if step.asked_rows is not None:
+            step.asked_rows = np.arange(num_draws, shape[0])
+        return step.forward.logits(np.arange(num_draws))
+
+    def deliver(self, done: StageDone) -> None:
+        self.reports.append(done)
+
+
+class FirstStage:
+    """Passes steps of the first stage on (``NextStage``)."""
+
+    has_orders = False
+
+    def __init__(self, s_worker: SWorker, fleet: ColumnPool) -> None:
+        self._s_worker, self._fleet = s_worker, fleet
+
+    def leave(self, step: LaneStep) -> FirstStageForward:
+        output = self._s_worker.to_host(step.forward.output, step.lane)
+        return FirstStageForward(step, output, self._fleet)
+
+    def take_done(self) -> list[StageDone]:
+        return self._fleet.later.take_done()
+
+
+def columns_of(columns: Collection[int]) -> NDArray[np.int32]:
+    return np.array(sorted(columns), np.int32)
 
 
 class LaterStageForward:
