@@ -43,7 +43,13 @@ def stage_pass(batch: StepBatch, x: Activations, lost: Collection[int]) -> Stage
     draws = batch.draws.astype(np.uint8) * np.uint8(DRAWS)
     if batch.asks is not None:
         draws |= batch.asks.astype(np.uint8) * np.uint8(ASKS)
-    passed = StagePass(
+    first_tokens = batch.positions[batch.last_rows] - (num_past + num_new - 1)
+    closed = [
+        (one.holder, one.part, one.num_tokens, one.num_beyond, one.first_row, one.num_rows)
+        for one in batch.closed
+    ]
+    ids = np.array([one.part_id for one in batch.closed], np.int64)
+    return StagePass(
         step=begun[0].step,
         lane=begun[0].lane,
         x=x,
@@ -53,18 +59,10 @@ def stage_pass(batch: StepBatch, x: Activations, lost: Collection[int]) -> Stage
         num_new=num_new,
         draws=draws,
         lost=columns_of(lost),
+        first_tokens=first_tokens.astype(np.int32) if first_tokens.any() else None,
+        closed_ids=ids if closed else None,
+        closed=np.array(closed, np.int32) if closed else None,
     )
-    first_tokens = batch.positions[batch.last_rows] - (num_past + num_new - 1)
-    if first_tokens.any():  # of split sequences
-        passed = replace(passed, first_tokens=first_tokens.astype(np.int32))
-    if not batch.closed:
-        return passed
-    closed = [
-        (one.holder, one.part, one.num_tokens, one.num_beyond, one.first_row, one.num_rows)
-        for one in batch.closed
-    ]
-    ids = np.array([one.part_id for one in batch.closed], np.int64)
-    return replace(passed, closed_ids=ids, closed=np.array(closed, np.int32))
 
 
 class FirstStageForward:
