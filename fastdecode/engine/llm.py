@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from fastdecode.conversations.arguments import (
     PromptGiven,
@@ -162,15 +162,18 @@ class LLM:
         self.config = config = serve_other_rank(asked, progress or (lambda line: None))
         self.conversations = keeping.open(find_model(model))
         """What ``conversation_id`` names."""
-        self._service = make_service(config, progress, trace, times, session)
+        self.service: Final = make_service(config, progress, trace, times, session)
+        """Runs requests, whoever they come from."""
         try:
-            self._running = self._service.open()
+            self._running = self.service.open()
         except BaseException:
             self.conversations.close()
             raise
-        self.conversations.on_over = partial(_end_conversation, self._service)
+        self.conversations.on_over = partial(_end_conversation, self.service)
         # An engine that nobody can reach any more needn't wait for the end of the process.
-        weakref.finalize(self, self._service.ask_to_close).atexit = False
+        weakref.finalize(self, self.service.ask_to_close).atexit = False
+        self.codec: TextCodec = self._running.codec
+        """Between text and the model's token ids."""
         self.facts = _facts_of(config, self._running)
         begun = None if session is None else session.begun
         limits = self.facts.vocab_size, self.facts.max_model_len
@@ -202,7 +205,7 @@ class LLM:
     def close(self) -> None:
         """Stop the engine and the R-workers. Safe to call twice."""
         try:
-            self._service.close()
+            self.service.close()
         finally:  # turns that were over when it was closed are kept
             self.conversations.close()
 
@@ -211,20 +214,9 @@ class LLM:
         stats: EngineStats = self._running.engine.stats
         return stats
 
-    @property
-    def codec(self) -> TextCodec:
-        """Between text and the model's token ids."""
-        codec: TextCodec = self._running.codec
-        return codec
-
-    @property
-    def service(self) -> EngineService:
-        """Runs requests, whoever they come from."""
-        return self._service
-
     def snapshot(self) -> Snapshot:
         """How it is, R-workers that were lost among it; never waits for a step."""
-        return self._service.snapshot()
+        return self.service.snapshot()
 
     def generate(
         self,
@@ -441,7 +433,7 @@ class LLM:
         batching, instances = self.config.batching, self.config.instances
         most_sequences = QUEUE_AHEAD * batching.max_num_sequences * max(1, instances.most_decoding)
         reading = RequestStream(
-            self._service,
+            self.service,
             self._checker,
             most_sequences,
             self.conversations if conversations is None else conversations,

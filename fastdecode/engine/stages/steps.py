@@ -211,7 +211,10 @@ class LaterStage:
     def leave(self, step: LaneStep) -> LaterStageForward:
         x = step.forward.output
         if self._next is None:
-            x = _rows(x, self._s_worker.upload(torch.from_numpy(step.wanted_rows)))
+            rows = step.logit_rows
+            if step.asked_rows is not None:
+                rows = np.concatenate((rows, step.asked_rows))
+            x = _rows(x, self._s_worker.upload(torch.from_numpy(rows)))
         output = self._s_worker.to_host(x, step.lane)
         return LaterStageForward(output, partial(self._pass_on, step))
 

@@ -106,13 +106,6 @@ class LaneStep:
         """True if other things than answers may let it continue."""
 
     @property
-    def wanted_rows(self) -> NDArray[np.int64]:
-        """[R + P] all rows of which logits are wanted."""
-        if self.asked_rows is None:
-            return self.logit_rows
-        return np.concatenate((self.logit_rows, self.asked_rows))
-
-    @property
     def step(self) -> int:
         """The step's number; unique among all lanes."""
         return self.batch.spans[0].begin.step

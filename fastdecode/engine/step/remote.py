@@ -238,17 +238,14 @@ class RemotePart:
         """[T, Hq, D] of the layer, as far as it has arrived."""
         self._num_unsent = 0
         self._staging = plan.staging(batch.spans[0].begin.lane)
-        self._staging.begin_step([self._share(span) for span in batch.spans])
+        shares = []
+        for span in batch.spans:
+            closed = tuple(closed.rows for closed in span.closed)
+            answered = span.query_rows if merge is None else merge.answered_rows(span)
+            shares.append(Share(span.query_rows, closed, span.rows, answered))
+        self._staging.begin_step(shares)
         for span in batch.spans:
             plan.fleet.send(span.holder, span.begin)
-
-    def _share(self, span: HolderSpan) -> Share:
-        closed = tuple(closed.rows for closed in span.closed)
-        return Share(span.query_rows, closed, span.rows, self._answered_rows(span))
-
-    def _answered_rows(self, span: HolderSpan) -> slice:
-        """Return the rows whose o the holder answers."""
-        return span.query_rows if self._merge is None else self._merge.answered_rows(span)
 
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None
