@@ -19,7 +19,6 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId, HolderKind
 from fastdecode.core.model.checkpoint import open_checkpoint
-from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
 from fastdecode.core.resuming import Session
 from fastdecode.core.trace import Trace
@@ -128,6 +127,7 @@ class RunningEngine:
         self._checkpoint = open_checkpoint(config.model, config.s_part.load_format)
         self.spec = self._checkpoint.spec(max_model_len=config.s_part.max_model_len)
         self.resolved = resolve_for_this_host(config, self.spec, beside=colocation)
+        self._own_spec = stage_spec(self.spec, self.resolved.layers[0])
         self._opened = ExitStack()
         try:
             self._is_instance = is_instance or colocation is not None
@@ -248,11 +248,6 @@ class RunningEngine:
         if isinstance(fleet, ColumnPool) and places is not None:
             return ColumnReplacements(fleet, hello, places, deadlines.timeout_s)
         return places
-
-    @property
-    def _own_spec(self) -> ModelSpec:
-        layers = self.resolved.layers
-        return self.spec if len(layers) == 1 else stage_spec(self.spec, layers[0])
 
     def _load_model(self, tell: Callable[[str], None]) -> Model:
         """Load the model, or this rank's part of it once the others have been met."""

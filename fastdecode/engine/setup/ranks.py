@@ -114,8 +114,7 @@ def mirror_leader(
         make_kv = None
         if resolved.transport == "local":
             ranks.agree(resolved.memory.kv_bytes)
-            is_whole = len(resolved.layers) == 1
-            own_spec = planned if is_whole else stage_spec(planned, resolved.layers[stage])
+            own_spec = stage_spec(planned, resolved.layers[stage])
             make_kv = _KeptByRank(own_spec, resolved, ranks)
         step_graphs = prepare(model, resolved, ranks)
     mirror(spec, model, ranks, step_graphs, make_kv)

@@ -151,7 +151,14 @@ def reach_own_device(
         executors = [LaneExecutor(swap, disk) for _ in range(num_lanes)]
         kv_bytes //= NUM_SLOTS
     else:
-        host_bytes = _host_tier_bytes(config, num_here * num_engines)
+        kept_gb, num_s_workers = config.cache.cache_memory_gb, num_here * num_engines
+        host_bytes, free_bytes = int((kept_gb or 0) * 1e9), free_memory_bytes()
+        if host_bytes * num_s_workers > free_bytes:
+            raise ConfigError(
+                Given("cache_memory_gb", kept_gb),
+                f" for {num_s_workers} S-worker(s) is more than the {free_bytes} bytes that are "
+                "free here: lower it",
+            )
         disk = own_disk(config, num_engines)
         executors = [TorchExecutor(device, host_bytes=host_bytes, disk=disk)]
     replica_bytes = None
@@ -164,26 +171,6 @@ def reach_own_device(
         executors, kv_bytes, swap, beside, stage,
         replica_bytes=replica_bytes, replica_threads=resolved.r_threads,
     )  # fmt: skip
-
-
-def _host_tier_bytes(config: EngineConfig, num_s_workers: int) -> int:
-    """Return how much of this host's memory is for kept blocks of one device.
-
-    Args:
-        num_s_workers: On this host, each of which takes as much.
-
-    Raises:
-        ConfigError: If the host lacks the memory.
-    """
-    kept_gb, free_bytes = config.cache.cache_memory_gb, free_memory_bytes()
-    num_bytes = int((kept_gb or 0) * 1e9)
-    if num_bytes * num_s_workers > free_bytes:
-        raise ConfigError(
-            Given("cache_memory_gb", kept_gb),
-            f" for {num_s_workers} S-worker(s) is more than the {free_bytes} bytes that are free "
-            "here: lower it",
-        )
-    return num_bytes
 
 
 def reach_device(

@@ -149,7 +149,7 @@ def resolve(
     )
     layers = layers_of_stages(spec, config.s_part.pp, config.s_part.layer_counts)
     here = _layers_here(layers, device, transport)
-    on_device = spec if len(layers) == 1 or len(here) > 1 else stage_spec(spec, here[0])
+    on_device = spec if len(here) > 1 else stage_spec(spec, here[0])
     on_host = len(layers)
     if stages_are_ranks(transport):
         on_host = min(len(layers) * config.s_part.tp, local_size())
