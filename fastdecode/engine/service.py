@@ -371,7 +371,10 @@ class EngineService:
     def _break_down(self, error: BaseException) -> None:
         """End every open request with the reason why no step can be made."""
         if self._broken is None:
-            self._broken = without_frames(_typed(error))
+            if not isinstance(error, FastDecodeError):
+                logger.error("a step broke down", exc_info=error)
+                error = _typed_of("a step broke down before", error)
+            self._broken = without_frames(error)
         try:
             self.served.engine.abandon(self._broken)
         except Exception:
@@ -492,14 +495,6 @@ def _raise_if(failed: BaseException | None) -> None:
 
 def _cancelled() -> RequestError:
     return RequestError("the request was cancelled", code=CANCELLED)
-
-
-def _typed(error: BaseException) -> FastDecodeError:
-    """Return the error that readers get after a step broke down. A bug is its cause."""
-    if isinstance(error, FastDecodeError):
-        return error
-    logger.error("a step broke down", exc_info=error)
-    return _typed_of("a step broke down before", error)
 
 
 def _typed_of(what: str, error: BaseException) -> FastDecodeError:
