@@ -34,15 +34,7 @@ from fastdecode.wire.blocks import (
     Truncate,
     words_of,
 )
-from fastdecode.wire.messages import (
-    Accepted,
-    Close,
-    Extend,
-    Hello,
-    Open,
-    Refused,
-    Welcome,
-)
+from fastdecode.wire.messages import Accepted, Close, Extend, Hello, Open, Refused, Welcome
 from rworker.blocks.kv_store import KVStore
 from rworker.caches import Caches
 from rworker.instructions import CopyBlocks, Drop, PlaceChunk, Prepare, Send
