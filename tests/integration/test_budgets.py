@@ -17,7 +17,7 @@ MODEL = str(ROOT / "examples" / "model" / "checkpoint")
 MOST_LINES = {
     "fastdecode/cli": 3801,
     "fastdecode/conversations": 1318,
-    "fastdecode/core": 9590,
+    "fastdecode/core": 9584,
     "fastdecode/engine": 17021,
     "fastdecode/jobs": 2399,
     "fastdecode/measure": 2319,
