@@ -51,7 +51,7 @@ _FREE: Final = frozenset(
     ("id", "custom_id", "prompt", "prompt_token_ids", "seed", "conversation_id", "user")
 )
 """Fields of a line or a body whose content no check reads."""
-_TEXT, _LONG_TEXT, _WHOLE, _WHOLES = (), ((),), ..., b""
+_TEXT, _LONG_TEXT, _WHOLE, _WHOLES = map(msgspec.Raw, (b"T", b"L", b"W", b"S"))
 """What a shape has in place of such content. JSON has none of these values."""
 _LEAST_LONG: Final = 10**18  # whole numbers from here on are checked
 
