@@ -41,7 +41,9 @@ from fastdecode.wire.waiting import look_until_found
 from sworker.worker import Pass, SWorker
 
 Draw: TypeAlias = "Callable[[LaneStep], HostCopy | None]"
+"""Starts to draw tokens of a step that has logits. Other lanes run while they come to the host."""
 TakeIn: TypeAlias = "Callable[[int], object]"
+"""Takes in the tokens that a lane's step was fed, once they are on the host and before it draws."""
 Arrival: TypeAlias = "tuple[HolderId, Answer]"
 News: TypeAlias = "tuple[HolderId, Accepted | Refused | TakenOver | Welcome | WorkerError]"
 """A holder's answer about parts, or why it was lost."""
@@ -285,15 +287,8 @@ class Pipeline:
         step.count_s_part(0, started, self._trace)
 
     def run(self, draw: Draw | None = None, take_in: TakeIn | None = None) -> LaneStep | None:
-        """Run until some lane has finished its step, or there is news (``take_news``) or an
-        order (``NextStage``); then None.
-
-        Args:
-            draw: Called with a step as soon as it has logits. It starts to draw, and other
-                lanes run while tokens come to the host.
-            take_in: Called with a lane as soon as the tokens that its step was fed are on the
-                host; before it draws others.
-        """
+        """Run until some lane has finished its step, and return that. Return None if there is news
+        (``take_news``) or an order (``NextStage``) before."""
         fleet, ready = self._fleet, self._ready
         while True:
             if self._unsent:
