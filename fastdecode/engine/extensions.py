@@ -177,10 +177,10 @@ class Recovery(Extension):
         self._clock = clock
         self._looked_s = self._since_s = -math.inf
         self.pause_s = 0.0
-        """While all are lost: for how long there is no use in looking again."""
+        """While all are lost: seconds until the next look. 0 otherwise."""
         self.is_watching = False
         """True if ``news`` may have any, or ``is_stranded`` may be true."""
-        self._count_newcomers()  # that came before the engine was made
+        self._count_newcomers()  # those from before the engine was made
 
     def lose(self, holder: HolderId) -> events.Lost | events.Interrupted:
         """Return what follows the loss of a holder: ``Lost`` for good, or ``Interrupted``
@@ -190,7 +190,7 @@ class Recovery(Extension):
 
     @property
     def idle_pause_s(self) -> float:
-        """See ``Extension``. What is left of a lost holder may be all that others wait for."""
+        """Short while lost holders return: requests may wait for that alone."""
         return _FIRST_PAUSE_S if self._holders.returning else 0.0
 
     def news(self) -> Iterable[events.Event]:
@@ -212,7 +212,7 @@ class Recovery(Extension):
 
     @property
     def _vacant(self) -> list[HolderId]:
-        """Lost holders on which no sequence is any more: no step on them is in flight."""
+        """Lost holders without sequences: no step on them is in flight."""
         lost = self._holders.having(HolderState.LOST)
         return [holder for holder in lost if not self._sequences.is_on(holder)]
 
@@ -221,7 +221,7 @@ class Recovery(Extension):
         they have. Only the time between calls counts.
 
         Raises:
-            WorkerError: If all are lost for good. It says why the first of them was.
+            WorkerError: If all are lost for good, with the reason of the first loss.
         """
         if not self._holders.are_lost:
             self.pause_s = 0.0
@@ -286,7 +286,7 @@ class ReplicaRecovery(Recovery):
         return events.Interrupted(holder) if is_kept else super().lose(holder)
 
     def _is_used(self, holder: HolderId) -> bool:
-        """Return True if sequences are on a holder, or conversations go on there."""
+        """Return True if sequences are on a holder, or conversations continue there."""
         return self._sequences.is_on(holder) or self._cache.is_awaited(holder)
 
     def do(self, order: events.TakeOver) -> Iterable[events.Event]:
@@ -305,13 +305,13 @@ class ReplicaRecovery(Recovery):
         replicas = self._replicas
         replicas.take_news(self._state.num_launched - 1)
         if not self._state.lifecycle.adoptions:
-            # Holders that neighbours took over, and that nothing uses any more.
+            # Unused holders that neighbours took over.
             leaving, used = replicas.is_leaving, self._is_used
             empty = [x for x in replicas.adopted if not used(x) and not leaving(x)]
             for holder in empty:
                 replicas.emptied(holder)
             yield from map(super().lose, empty)
-        # Where there are no others, or conversations go on there, sequences start again.
+        # Where others are lacking, or conversations continue there, sequences start again.
         reopened, adopted = replicas.reopened(), self._holders.having(HolderState.ADOPTED)
         found = [x for x in adopted if x in reopened or self._cache.is_awaited(x)]
         yield from map(events.Reopened, found)
@@ -321,7 +321,7 @@ class ReplicaRecovery(Recovery):
 
     @property
     def _vacant(self) -> list[HolderId]:
-        """See ``Recovery``. Rings are closed without holders that are greeted again."""
+        """Lost holders without sequences, outside of rings: a closed ring lacks them."""
         return [holder for holder in super()._vacant if not self._replicas.is_in_ring(holder)]
 
     def _returned(self) -> Iterator[events.Event]:

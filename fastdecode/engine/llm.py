@@ -118,7 +118,7 @@ class LLM:
     In a script that ``mpirun`` starts, the first rank continues. The others serve as R-workers, or
     as further S-workers, until the first is done, and then end their processes.
 
-    The engine has a thread of its own. Any thread may use it, with one reading at a time, and an
+    The engine runs in its own thread. Any thread may use it, with one reading at a time, and an
     interrupt (Ctrl-C) leaves it usable. A fork of the process can't use it.
 
     Args:
@@ -137,7 +137,7 @@ class LLM:
         chat_template: A file, or a text, in place of the model's own for ``chat``.
 
     Raises:
-        ConfigError, ModelError, WorkerError: As their docstrings say.
+        ConfigError, ModelError, WorkerError: If options, the model or R-workers are unfit.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class LLM:
         self.conversations = keeping.open(find_model(model))
         """What ``conversation_id`` names."""
         self.service: Final = make_service(config, progress, trace, times, session)
-        """Runs requests, whoever they come from."""
+        """Runs requests of all callers."""
         try:
             self._running = self.service.open()
         except BaseException:
@@ -196,7 +196,7 @@ class LLM:
     if not TYPE_CHECKING:  # mypy refuses the names itself
 
         def __getattr__(self, name: str) -> Any:
-            """Raise AttributeError. For vLLM's methods that LLM lacks it says what it has."""
+            """Raise AttributeError. For vLLM's methods that LLM lacks it names a replacement."""
             if name in METHODS_NOT_SUPPORTED:
                 instead = METHODS_NOT_SUPPORTED[name]
                 raise AttributeError(f"LLM.{name} is not supported: {instead}")
@@ -249,7 +249,7 @@ class LLM:
             When the last R-worker is lost, incomplete outputs have a ``WorkerError``.
 
         Raises:
-            RequestError: If the arguments aren't prompts and sampling params, as many of each.
+            RequestError: If the arguments aren't equal numbers of prompts and sampling params.
             ConfigError: If the LLM was closed, or a ``stream`` of it is still being read.
         """
         check_cache(cache)
@@ -313,7 +313,7 @@ class LLM:
             As ``generate``. An output's ``prompt`` is what the template makes of the conversation.
 
         Raises:
-            RequestError, ConfigError: As ``generate``, or if there is no chat template.
+            RequestError, ConfigError: As ``generate``, or if a chat template is missing.
         """
         chats = as_chats(messages)
         params = one_of("params", params, "sampling_params", sampling_params)
@@ -399,7 +399,7 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Run requests as they come from an iterable. Yield each output once it is complete.
 
-        Only as many requests are taken ahead as keep the batch full, so memory stays flat. Request
+        Requests are taken ahead until the batch stays full, so memory stays flat. Request
         ids must be unique among those unfinished. When the engine breaks down, as with the loss of
         its last R-worker, every request that was taken is yielded with that error.
 
@@ -549,7 +549,7 @@ def _named(step: TokenLogprob, names: TokenText) -> TokenLogprob:
 
 
 def _chat_template(model: str, given: str | Path | None) -> ChatTemplate:
-    """Return a model's chat template, or the given one. Raises ConfigError: If there is none."""
+    """Return a model's chat template, or the given one. Raises ConfigError: If both lack."""
     template = ChatTemplate.load(find_model(model), given)
     if template is None:
         raise ConfigError(

@@ -20,7 +20,7 @@ class PromptLogprobs:
 
     request: Request
     steps: dict[int, TokenLogprob] = field(default_factory=dict)
-    """Keys are places in the prompt, from 1: the first token has none."""
+    """By place in the prompt, from 1 on, since the first token lacks one."""
     is_reported: bool = False
 
     @property
@@ -56,7 +56,7 @@ class PromptQuestions:
 
     def __init__(self) -> None:
         self.open: dict[str, PromptLogprobs] = {}
-        """Of requests whose prompts' log-probabilities are not complete."""
+        """Incomplete log-probabilities, by their requests' ids."""
 
     def add(self, request: Request) -> PromptLogprobs:
         """Add a submitted request that wants some."""
@@ -76,7 +76,7 @@ class PromptQuestions:
         )
 
     def rows(self, batch: StepBatch) -> AskedRows | None:
-        """Return the asked rows of a step. None if no request wants them any more."""
+        """Return the asked rows of a step. None if all requests that wanted them are over."""
         assert batch.asks is not None
         owners: list[tuple[PromptLogprobs, int]] = []
         rows: list[int] = []

@@ -29,7 +29,7 @@ def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> Engin
         The options, in an MPI job with instances for prompt stages.
 
     Raises:
-        ConfigError: If there are ranks for which there is no role.
+        ConfigError: If there are ranks without a role.
     """
     if (size := launched_size()) is not None:
         config = config.in_job(size)

@@ -237,7 +237,7 @@ class Requests:
                     group.tell(generation, None)
 
     def say(self, delta: Delta) -> None:
-        """Give a request's listener a delta that is no token."""
+        """Give a request's listener a delta without tokens."""
         group = self._groups.get(delta.request_id)
         if group is not None and group.listener is not None:
             group.listener.tell(delta)
@@ -274,7 +274,7 @@ class StepSamples:
 
     step: LaneStep
     chunks: Seq[Chunk]  # chunks that a token is drawn for
-    drawing: Drawing | None  # None if there are none
+    drawing: Drawing | None  # None without chunks
     started_s: float
     ended_s: float | None  # None while the tokens are on their way to the host
     goes_ahead: bool

@@ -1,7 +1,7 @@
 """One way into an engine: requests in from any thread, deltas out, and one thread that owns the
 engine.
 
-That thread makes the engine, steps it while there is work, and sleeps while there is none. What
+That thread makes the engine, steps it while there is work, and sleeps otherwise. What
 others want is put into its inbox, and looked at between two steps. So an interrupt (Ctrl-C) of a
 thread that waits for an answer never comes in the middle of a step: the engine stays usable.
 
@@ -108,9 +108,9 @@ class EngineService:
         self._numbers = EngineNumbers()
         self._is_draining = False
         self._is_closing = False  # it ends as soon as the step in flight is over
-        self._is_over = False  # no step will be made any more
-        self._broken: FastDecodeError | None = None  # why no step can be made any more
-        self._ended: FastDecodeError | None = None  # why no request is taken any more
+        self._is_over = False  # the last step has been made
+        self._broken: FastDecodeError | None = None  # why steps cannot be made
+        self._ended: FastDecodeError | None = None  # why requests are refused
         self._closing_failed: BaseException | None = None  # what closing the engine raised
         self._is_finished = threading.Event()  # then its thread looks into no inbox any more
         self._seeing_off = threading.Lock()
@@ -145,9 +145,9 @@ class EngineService:
         return self.served
 
     def submit(self, requests: Iterable[Request], reader: DeltaQueue) -> None:
-        """Queue requests, whose ids are unique among the open ones; work on them begins at once.
+        """Queue requests, whose ids are unique among the open ones. They start without delay.
 
-        Every request comes to one last delta for each of its sequences, or to one error: a
+        Every request ends with one last delta for each of its sequences, or with one error: a
         CapacityError if it could never fit, a RequestError if its id is in use.
 
         Raises:
@@ -161,7 +161,7 @@ class EngineService:
 
     def cancel(self, request_id: str) -> None:
         """End a request with the error ``cancelled``; what it holds is free when the step in
-        flight is over. Ids of requests that are over, or of none, are no error."""
+        flight is over. Unknown ids, and those of requests that are over, are ignored."""
         self._put(partial(self._cancel, request_id))
 
     def cancel_waiting(self, reader: DeltaQueue) -> None:
@@ -172,7 +172,7 @@ class EngineService:
         self._put(partial(self._cancel_all, reader, error))
 
     def forgetting(self, reader: DeltaQueue) -> Callable[[], None]:
-        """A call that ends all requests of a reader, without a word. It is one call in C, so an
+        """Return a call that ends all requests of a reader silently. It is one call in C, so an
         interrupt comes before or after it; it may be made twice."""
         return partial(self._inbox.put, partial(self._forget_all, reader))
 
@@ -332,7 +332,7 @@ class EngineService:
                 self._inbox.get_nowait()()
 
     def _see_off(self) -> None:
-        """Answer calls that came after the engine was closed; any thread."""
+        """Answer calls that arrived after the engine was closed. Thread-safe."""
         with self._seeing_off:
             self._obey(0)
             self._hand_out()

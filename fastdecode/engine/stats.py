@@ -126,7 +126,7 @@ class EngineStats(SequenceCounts):
     tiers: TierCounts = field(default_factory=TierCounts)
     """Kept blocks that were moved between tiers."""
     swap: SwapFigures | None = None
-    """What was copied of lanes' KV, in the first stage; None: nothing is swapped."""
+    """Copies of lanes' KV in the first stage. None without swapping."""
     num_handed_over: int = 0
     """With several instances: requests whose prompts were fetched by another one."""
     num_failed_fetches: int = 0  # those whose prompts couldn't be, and were run again
@@ -167,7 +167,7 @@ class HolderFigures:
     """A holder, which is an R-worker wherever there are R-workers."""
 
     name: str
-    lost: str | None  # why it is lost, without its name; None: it isn't
+    lost: str | None  # why it is lost, without its name, or None
     kv_blocks: int
     kv_blocks_used: int
     """Reserved, or in use: not those that are only kept for requests to come."""
@@ -181,7 +181,7 @@ class EngineFigures:
     r_workers: tuple[HolderFigures, ...]
 
     def lost_with(self, why: str) -> EngineFigures:
-        """Of an engine that is gone: so are its holders, and nothing of them is in use."""
+        """Return the figures of an engine that is gone: its holders are, and unused."""
         gone = (
             replace(each, lost=each.lost or why, kv_blocks_used=0, load_tokens=0)
             for each in self.r_workers

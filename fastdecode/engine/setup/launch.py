@@ -97,11 +97,11 @@ class RunningEngine:
     Args:
         progress: Called with what is being done, one line at a time.
         times: What is known of step times before the first one. Gets how long each step took.
-            None: what is needed of it is learnt.
-        session: Of a run that another process may go on with, for R-workers at addresses. None if
+            If None, the schedule measures what it needs.
+        session: Of a run that another process may continue, for R-workers at addresses. None if
             none can.
         colocation: Other engines' R-workers in this process, which reach this one's.
-        is_instance: Other engines go on with its prompts, and it with theirs; with a
+        is_instance: Other engines continue its prompts, and it continues theirs. With a
             ``colocation`` they do anyway.
 
     Raises:
@@ -315,7 +315,7 @@ class RunningEngine:
         replicas: Replicas | None,
         replacements: Replacements | None,
     ) -> Engine:
-        """Make the engine, once R-workers have said what room they have: ``blocks`` of each."""
+        """Make the engine, once R-workers have offered their room: ``blocks`` of each."""
         resolved, fleet, session = self.resolved, self._fleet, self._session
         s_worker = make_s_worker(self.spec, model, resolved, self._ranks)
         attention = make_attention(

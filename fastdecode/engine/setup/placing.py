@@ -41,7 +41,7 @@ def place(
     """Settle ``kv_placement``. Return the options, and why, for people (empty if it was asked for).
 
     Args:
-        machine: None: the S-part is on a CPU, or other options are for R-workers alone.
+        machine: None if the S-part is on a CPU, or other options are for R-workers alone.
     """
     if config.r_part.kv_placement != "auto":
         return config, ""

@@ -60,9 +60,9 @@ def reach_workers(
     the others are reached, too.
 
     Args:
-        hub: Gets the connections to those that are threads. None: one of theirs alone.
+        hub: Gets the connections to those that are threads. None for a hub of theirs alone.
         beside: Other engines' R-workers in this process.
-        s_threads: CPU threads of the S-part. None: its share of torch's.
+        s_threads: CPU threads of the S-part. None for its share of torch's.
     """
     config, are_ranks = resolved.config, has_stage_ranks(resolved)
     num_engines = 1 if beside is None else beside.num_engines
@@ -187,7 +187,7 @@ def reach_device(
 
     Args:
         executors: One for all lanes, or one for each lane that is swapped.
-        kv_bytes: Memory for the K and V of each; as many blocks as fit in it are offered.
+        kv_bytes: Memory for the K and V of each. All blocks that fit in it are offered.
         swap: The lanes' memory, if they are swapped.
         beside: Other engines, which read from these caches. None if there are none.
         replica_bytes: Memory of an R-worker in this process that keeps the replica of a cache.
@@ -251,7 +251,7 @@ def device_worker(
 
     Args:
         beside, stage: See ``reach_device``.
-        lane: The lane whose cache it is. None: all lanes'.
+        lane: The lane whose cache it is. None for all lanes'.
         neighbours: Where others reach it. None if they don't.
     """
     peer = None if lane is None else f"lane {lane}'s KV cache on {executor.device}"

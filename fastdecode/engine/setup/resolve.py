@@ -251,7 +251,7 @@ def _machine(config: EngineConfig, identity: Identity, free: FreeMemory) -> Plac
 def _r_threads(
     config: EngineConfig, num_cores: int, device: torch.device, *, shares_cores: bool
 ) -> int:
-    """Of each R-worker in this process. A GPU needs somebody to feed it at all times, which
+    """Return the threads of each R-worker in this process. A GPU is fed at all times, which
     takes one core. Stages on shared cores take turns where there are fewer lanes than stages."""
     r_part, num_stages = config.r_part, config.s_part.pp
     if shares_cores:

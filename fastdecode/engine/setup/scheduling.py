@@ -69,7 +69,7 @@ class LaneLimits(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """What steps will be like: how many lanes, which graphs, and the memory of both."""
+    """Forecast of steps: the number of lanes, the graphs, and the memory of both."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -79,13 +79,13 @@ class Steps:
     uses_graphs: bool
     held_token_bytes: int = 0
     """K and V of a token of a prompt that the S-worker attends and R-workers
-    hold; 0: they attend prompts, or the device can't hold their dtype."""
+    hold. 0 if these attend prompts, or the device can't hold their dtype."""
     num_stages_here: int = 1  # stages that share the memory of this one's device
     num_stages_on_host: int = 1  # stages that share this host's memory
     kv_token_bytes: int = 0
     """K and V of a token that this S-worker's device keeps."""
     usual_lanes: int = 1
-    """Where S-part and R-part don't overlap: as many as stages that do."""
+    """Lanes where S-part and R-part don't overlap: the stages that do."""
     weight_dtype: DType | None = None
     """Dtype of weights in memory. None if it is that of activations."""
 
@@ -117,7 +117,7 @@ class Steps:
             yield LaneLimits(fixed, fixed, fixed)
             return
         # Two a stage: one at its S-worker, one at its R-workers. Fixed intervals
-        # are computed for so many lanes, and no others.
+        # are computed for this number of lanes.
         first = 2 * num_stages
         if self.config.batching.schedule != "fixed-f":
             for most in range(max(MAX_AUTO_LANES, first), 1, -1):

@@ -67,7 +67,7 @@ class StageSetup:
         return stage_spec(self.spec, self.resolved.layers[self.number])
 
     def hello(self, num_columns: int) -> StageHello:
-        """Return what the first stage tells it to be."""
+        """Return the first stage's greeting."""
         resolved, layers = self.resolved, self.resolved.layers[self.number]
         is_kept = resolved.transport == "local" and resolved.config.r_part.num_replicas > 0
         return StageHello(
@@ -90,7 +90,7 @@ class StageSetup:
         at the end.
 
         Raises:
-            FastDecodeError: If it can't start, or can't go on; the first stage has been told.
+            FastDecodeError: If it can't start or continue. The first stage knows why.
         """
         config, links = self.resolved.config, workers.stages
         assert links is not None
@@ -181,7 +181,7 @@ class StageSetup:
 
 
 def _await_hello(setup: StageSetup, fleet: HolderPool, links: StageLinks) -> StageHello | None:
-    """Wait for the first stage's greeting. Return None if it lets go.
+    """Wait for the first stage's greeting. Return None if that ends the stage.
 
     Raises:
         ConfigError: If it expects another stage than this one.
@@ -259,7 +259,7 @@ def whole_columns(
 
 class ThreadStages:
     """The stages behind the first as threads of this process, the first one's
-    hub connected to them. They load their layers at once.
+    hub connected to them. They load their layers side by side.
 
     Args:
         hub: The first stage's; its R-workers are connected.
@@ -295,7 +295,7 @@ class ThreadStages:
         def run(setup: StageSetup, reached: Reached) -> None:
             if setup.resolved.device.type == "cpu":
                 torch.set_num_threads(num_threads)
-            with contextlib.suppress(FastDecodeError):  # the first stage has been told
+            with contextlib.suppress(FastDecodeError):  # the first stage knows
                 setup.run(reached)
 
         self._threads = []
@@ -328,7 +328,7 @@ def connected(workers: Reached, hub: InprocHub[Any, Any], links: StageLinks) -> 
 def later_setups(
     checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig
 ) -> list[StageSetup]:
-    """Return the stages behind the first, each on a device of its own where there
+    """Return the stages behind the first, each on another device where there
     are several in this process."""
     asked = resolved.config.s_part.device
     return [

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 REACH_TIMEOUT_S = 20.0  # for R-workers that are being started at the same time
 Close: TypeAlias = Callable[[Collection[int], float], None]
-"""Stops R-workers and lets go of them, once. ``(lost, timeout_s)``: those that are lost aren't
+"""Stops R-workers and closes their connections, once. ``(lost, timeout_s)``: lost ones aren't
 waited for, they may hang for ever. Raises WorkerError if another one did not stop in time."""
 
 
@@ -49,7 +49,7 @@ class Reached:
     absent: Mapping[int, WorkerError] = field(default_factory=dict)
     """Those that couldn't be reached, by their connection's index, and why."""
     replacements: Callable[[Hello, Deadlines], Replacements] | None = None
-    """Makes what looks for those that take the place of lost ones; None: nobody does."""
+    """Makes what looks for replacements of lost ones. None if those have none."""
     kind: HolderKind = HolderKind.R_WORKER
     answers_at_once: bool = False
     addresses: Sequence[str] = ()
@@ -193,7 +193,7 @@ def reach_stage_ranks(
     This process leads the stage of that number. Each decides its own memory and threads.
 
     Args:
-        elsewhere: The stage's R-workers, or what is in their place, if they are no ranks.
+        elsewhere: The stage's R-workers, or what is in their place, if these aren't ranks.
 
     Raises:
         ConfigError: If no launcher has started this, or ranks can't be shared out to the stages.

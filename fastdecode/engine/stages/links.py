@@ -146,7 +146,7 @@ class StageLinks:
 
     def send(self, message: StagePass) -> None:
         """Send a step to the stages, all of which have to report on it. Each layer of a stage, and
-        of those before it, may take its R-workers as long as any answer may."""
+        of those before it, may take its R-workers the time of any answer."""
         for stage in self.later:
             num_answers = self._num_layers.get(stage, 1)
             self._owed.ask(self._index(stage), message, NOBODY, num_answers)

@@ -135,7 +135,7 @@ class LaneStep:
 
     @property
     def coming(self) -> list[HostCopy]:
-        """What is on its way to the host for it."""
+        """Copies on their way to the host for it."""
         of_stage = None if self.passage is None else self.passage.copy
         copies = (self.fed_by, of_stage, self.draws)
         return [x for x in copies if x is not None and not x.done]
@@ -160,7 +160,7 @@ class LaneStep:
         return leaving
 
     def lose(self, holder: HolderId) -> None:
-        """Expect no answer of a holder any more: its rows mean nothing."""
+        """Stop expecting answers of a lost holder: its rows mean nothing."""
         if holder not in self.record.r_s:
             return  # it has no rows in the step
         self.record.lost.add(holder)
