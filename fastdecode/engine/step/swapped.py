@@ -186,7 +186,7 @@ class LaneExecutor(TorchExecutor):
     def place(self, place: PlaceChunk) -> None:
         super().place(place)
         size, places = self._stored(place.holder).kv.block_size, place.places
-        is_whole = place.chunk.form is ChunkForm.BLOCKS
+        is_whole = place.shape.form is ChunkForm.BLOCKS
         self._lanes.is_new(place.holder, places if is_whole else places // size)
 
     def _stored(self, holder: HolderId) -> StoredKV:

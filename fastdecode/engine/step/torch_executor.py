@@ -114,10 +114,10 @@ class TorchExecutor:
         raise _not_here(compute)
 
     def place(self, place: PlaceChunk) -> None:
-        self._memory_of(place.holder).place_chunk(place.chunk, place.places)
+        self._memory_of(place.holder).place_chunk(place.shape, place.places, place.data)
 
     def read(self, read: ReadChunk) -> Array:
-        return self._memory_of(read.holder).read_chunk(read.request, read.places)
+        return self._memory_of(read.holder).read_chunk(read.shape, read.places)
 
     def _stored(self, holder: HolderId) -> StoredKV:
         """Where a holder's K and V are, between two steps."""
