@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rworker.cache_state import CacheState
 
 RESTORER: Final = -2  # the peer that speaks what a replica's file says
-OVER: Final = -1  # in the place of a link's number: there is none any more
+OVER: Final = -1  # stands for a link's number: the link ends
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from rworker.stream.memory import place_chunk, read_chunk
 
 KV = KVSpec(3, 4, 24, DType.FLOAT32, 8)
 LENGTHS = {0: 37, 1: 8, 2: 1, 3: 16, 4: 23}
-"""Of the sequences: parts of blocks, whole ones, both."""
+"""Lengths of sequences: parts of blocks, whole ones, both."""
 RESERVED = 64
 NUM_BLOCKS = 80
 ALL_KV = [replace(KV, dtype=dtype) for dtype in DType]
@@ -72,7 +72,7 @@ class Memory:
         assert self.books.reserve(Open(sequence, num_reserved)) == Accepted(sequence)
 
     def fill(self, lengths: dict[int, int], seed: int) -> None:
-        """Store sequences of so many random tokens."""
+        """Store sequences of random tokens, by their lengths."""
         for sequence, length in lengths.items():
             self.open(sequence, RESERVED)
             ids = np.array([sequence], np.int64)

@@ -112,11 +112,7 @@ def _next_record(file: BinaryIO, buffers: BufferPool) -> Array | None:
 
 
 def _open_own(path: Path) -> int:
-    """Open a file that nobody else could have written.
-
-    Raises:
-        ValueError: If somebody else could.
-    """
+    """Open a file that only this user may read or write. Raises ValueError: If others may."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):

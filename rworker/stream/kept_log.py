@@ -66,7 +66,7 @@ class KeptLog:
             yield self.carried(sequence, [brought.pop(block) for block in blocks], blocks[0])
 
     def leave(self, sequence: int, num_tokens: int = 0) -> None:
-        """Note that a sequence brings only blocks within its first ``num_tokens`` from now on."""
+        """Note that a sequence brings only blocks within its first ``num_tokens``."""
         brought = self._brought.get(sequence, {})
         for block in [b for b in brought if (b + 1) * self._block_size > num_tokens]:
             key = brought.pop(block)

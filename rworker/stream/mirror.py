@@ -122,7 +122,7 @@ class Mirror:
         return message
 
     def take_held(self) -> Steps:
-        """Return the steps that the neighbour has by now, and hadn't at the last call."""
+        """Return the steps that the neighbour has got since the last call."""
         if self._ended and self.is_whole and self._is_up_to_date:
             self._mark_ended()
         held, self._held = self._held, {}

@@ -159,15 +159,15 @@ class ReplicaLog:
         return ChunkShape.whole(self._kv, ChunkForm.TOKENS, num_tokens).num_bytes
 
     def send(self, tokens: dict[int, int]) -> Iterator[ToNeighbour]:
-        """Return the next ``tokens`` of sequences, so many of each. Whole blocks travel as they
-        lie; what is before and behind them, as tokens."""
+        """Send the next tokens of sequences, by their counts. Whole blocks travel as they lie.
+        What is before and behind them travels as tokens."""
         ids = np.fromiter(tokens, np.int64, len(tokens))
         counts = np.fromiter(tokens.values(), np.int32, len(tokens))
         firsts = np.array([self._sent[sequence] for sequence in tokens], np.int32)
         size = self._kv.block_size
         starts = np.minimum(-firsts % size, counts)
         whole = (counts - starts) // size * size
-        starts *= whole > 0  # a sequence without a whole block is sent at once
+        starts *= whole > 0  # a sequence that has no whole block is one piece
         ends = starts + whole
         for form, from_, to in (
             (ChunkForm.TOKENS, np.zeros_like(starts), starts),

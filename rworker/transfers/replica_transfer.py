@@ -56,7 +56,7 @@ class ReplicaTransfer:
 
     @property
     def is_done(self) -> bool:
-        """False: the cache changes for as long as it is there."""
+        """Always false: the cache may change until it is dropped."""
         return False
 
     def follow(self, change: KeptToRWorker) -> None:

@@ -49,7 +49,7 @@ ODD = [replace(KV, dtype=dtype, head_dim=13) for dtype in (DType.BFLOAT16, DType
 @pytest.mark.parametrize("form", ChunkForm)
 @pytest.mark.parametrize("kv", [*ALL_KV, *ODD], ids=lambda kv: f"{kv.dtype.value}-{kv.head_dim}")
 def test_a_device_has_what_an_r_worker_has_bit_for_bit(kv: KVSpec, form: ChunkForm) -> None:
-    """Of some layers and heads at a time."""
+    """Some layers and heads travel at a time."""
     home, back = Memory(kv), Memory(kv)
     num_tokens = 37 if form is ChunkForm.TOKENS else 32
     for memory, seed in ((home, 6), (back, 7)):
@@ -88,7 +88,7 @@ def test_who_closes_ends_what_others_fetch_from_it() -> None:
 
 
 class StuckTier(LowerTier):
-    """Whose jobs are never over, and whose ``wait`` ends with the test."""
+    """A tier whose jobs never end, and whose ``wait`` ends with the test."""
 
     num_layers, stored_bytes = KV.num_layers, 1
 
@@ -160,7 +160,7 @@ def _received(connection: ReachedDevice) -> None:
 def test_a_device_whose_thread_has_died_refuses_what_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What was under way, and what comes later. Its own S-worker goes on."""
+    """Both requests in flight and later ones are refused. Its own S-worker continues."""
     monkeypatch.setattr(BackgroundTransfers, "work", lambda self: 1 / 0)
     others = ThreadNeighbours()
     prefill, decode = reached("p", others), reached("d", others)
