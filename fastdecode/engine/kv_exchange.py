@@ -87,12 +87,13 @@ class KVExchange(Extension):
         terms = self._terms
         whole, every = HeadShare(slice(0, terms.num_kv_heads), slice(0, 0)), range(terms.num_layers)
         sources: list[KVSource] = []
+        placement = self._fleet.members.placement
         for part in parts:
-            for worker, shard in self._fleet.workers_of(part.holder).items():
+            for member, shard in self._fleet.shards_of(part.holder).items():
                 heads, layers = shard.heads or whole, shard.layers or every
                 sources.append(
                     KVSource(
-                        terms.address_of(worker),
+                        terms.address_of(placement[member]),
                         terms.reading,
                         part.first_token,
                         part.num_tokens,

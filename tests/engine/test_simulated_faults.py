@@ -35,7 +35,7 @@ from fastdecode.engine.fleet.greeting import greet, limits
 from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.engine.fleet.replacements import HubReplacements, SpareHub, SpareReplacements
+from fastdecode.engine.fleet.replacements import HubReplacements, SpareHub
 from fastdecode.engine.fleet.replicas import Replicas, replicate
 from fastdecode.engine.fleet.resharing import GROUP, Resharing, in_heads
 from fastdecode.engine.fleet.ring import DISK, LinkOptions
@@ -188,11 +188,10 @@ class Trial:
         link_bytes = self.chance.choice([1, 2000, 1 << 20])
         return LinkOptions(names, link_bytes, TIMEOUT_S, session, keepers)
 
-    def _replacements(self, hello: Hello) -> HubReplacements | SpareReplacements | None:
+    def _replacements(self, hello: Hello) -> HubReplacements | None:
         if not (self.returns or self.num_spares):
             return None
-        kind = SpareReplacements if self.num_spares else HubReplacements
-        return kind(self.hub, hello, Deadlines(TIMEOUT_S, SILENCE_S, self.network.time))
+        return HubReplacements(self.hub, hello, Deadlines(TIMEOUT_S, SILENCE_S, self.network.time))
 
     def _assemble(
         self, fleet: Any, blocks: tuple[int, ...], places: Any, keeps: bool, **options: Any

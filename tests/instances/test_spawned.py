@@ -174,7 +174,7 @@ def test_prompts_are_fetched_wherever_kv_is(model: str, one: LLM, options: dict[
     with NewsLLM(model, **{**OPTIONS, **BOTH, **options}) as llm:
         for _ in range(2):
             assert tokens(llm.generate(asked, how)) == tokens(one.generate(asked, how))
-        assert llm.stats.num_recomputed == llm._running.engine.num_failed_fetches == 0
+        assert llm.stats.num_recomputed == llm._running.engine.counts.num_failed_fetches == 0
         assert llm.stats.fetched_bytes > 0
         if "cache_memory_gb" not in options:
             assert_all_is_free(llm)
@@ -238,6 +238,6 @@ def test_a_standby_of_a_later_stage_is_read_by_its_own_address(
     with LLM(model, instances=["prefill", "decode"], **options) as llm:
         expected = tokens(one.generate(asked, how))
         _run_until_joined(llm, 0, asked, how, expected)
-        before = llm._running.engine.num_failed_fetches
+        before = llm._running.engine.counts.num_failed_fetches
         assert tokens(llm.generate(asked, how)) == expected
-        assert llm._running.engine.num_failed_fetches == before
+        assert llm._running.engine.counts.num_failed_fetches == before

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from fastdecode.core.errors import CapacityError, ConfigError, Given
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.groups import HolderPool
+from fastdecode.engine.fleet.replacements import limited
 from fastdecode.engine.fleet.ring import DISK
 from fastdecode.schedule.ring import num_offered
 from fastdecode.wire.blocks import Inventory, UseTier
@@ -33,12 +34,20 @@ def greet(
     Raises:
         ConfigError: If an R-worker lacks the memory for one KV block, or can't hold such a cache.
     """
+    welcomes: dict[HolderId, Welcome] = {}
     with fleet.pending.within(fleet.pending.deadlines.while_greeting()):
         for holder in fleet.holders if among is None else among:
-            most = (max_blocks or {}).get(holder, hello.max_blocks)
-            fleet.send(holder, replace(hello, max_blocks=most))
-        welcomes = _welcomed(fleet)
-    return {holder: welcomes[holder] for holder in welcomes if holder not in fleet.lost}
+            fleet.send(holder, limited(hello, max_blocks or {}, holder))
+        while fleet.is_owed:
+            received = fleet.receive()
+            for error in fleet.gone.values():
+                if error.code in (CapacityError.default_code, ConfigError.default_code):
+                    raise ConfigError(error.message, code=error.code)
+            if received is not None:
+                holder, welcome = received
+                assert isinstance(welcome, Welcome), "nothing else was asked"
+                welcomes[holder] = welcome
+    return {x: each for x, each in welcomes.items() if x not in fleet.lost}
 
 
 def use_tiers(fleet: HolderPool, identity: str, holders: Iterable[HolderId]) -> tuple[int, int]:
@@ -48,35 +57,14 @@ def use_tiers(fleet: HolderPool, identity: str, holders: Iterable[HolderId]) -> 
     Returns:
         How many blocks they have room for, and how many they have, in all.
     """
-    message = UseTier(identity)
-    fleet.told_first = (message,)
+    fleet.tier = UseTier(identity)
     for holder in holders:
-        fleet.send(holder, fleet.tier_of(holder, message))
+        fleet.open_tier(holder)
     while fleet.is_owed:
         fleet.receive()
     reports = [news for news in fleet.moves if isinstance(news, Inventory)]
     num_slots = sum(news.num_slots for news in reports if news.is_last)
     return num_slots, sum(len(news.keys) for news in reports)
-
-
-def _welcomed(fleet: HolderPool) -> dict[HolderId, Welcome]:
-    """Return the answers to ``Hello``, which was sent to all.
-
-    Raises:
-        ConfigError: If ``greet`` does.
-    """
-    welcomes: dict[HolderId, Welcome] = {}
-    while fleet.is_owed:
-        received = fleet.receive()
-        for error in fleet.gone.values():
-            if error.code in (CapacityError.default_code, ConfigError.default_code):
-                raise ConfigError(error.message, code=error.code)
-        if received is None:
-            continue
-        holder, welcome = received
-        assert isinstance(welcome, Welcome), "nothing else was asked"
-        welcomes[holder] = welcome
-    return welcomes
 
 
 def offer_for_replicas(

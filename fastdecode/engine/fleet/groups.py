@@ -290,8 +290,8 @@ class GroupPool:
         self._share_out = share_out
         self.is_greeting = False
         """True while members of a lost group are greeted again. No step waits for them."""
-        self.told_first: tuple[ToRWorker, ...] = ()
-        """Messages that a group is sent first when it is revived."""
+        self.tier: UseTier | None = None
+        """Opens the lower tiers of groups. None if they have none."""
         self._kept: deque[tuple[HolderId, Answer]] = deque()
         """Answers that arrived outside ``receive`` (``take_in``)."""
 
@@ -318,12 +318,10 @@ class GroupPool:
     def peer(self, holder: HolderId) -> str:
         return self.groups[holder].peer
 
-    def workers_of(self, holder: HolderId) -> dict[int, Shard]:
-        shards, placement = self.groups[holder].shards, self.members.placement
-        return {placement[member]: shard for member, shard in shards.items()}
-
-    def tier_of(self, holder: HolderId, message: UseTier) -> UseTier:
-        return message.of_column(holder) if len(self.groups) > 1 else message
+    def open_tier(self, holder: HolderId) -> None:
+        if self.tier is not None:
+            is_one_of_several = len(self.groups) > 1
+            self.send(holder, self.tier.of_column(holder) if is_one_of_several else self.tier)
 
     @property
     def has_moves(self) -> bool:
@@ -429,9 +427,7 @@ class GroupPool:
     def revive(self, holder: HolderId) -> None:
         """Use a group again, with other members or with members at other R-workers."""
         self.groups[holder].loss = None
-        for message in self.told_first:
-            own = self.tier_of(holder, message) if isinstance(message, UseTier) else message
-            self.send(holder, own)
+        self.open_tier(holder)
 
     def _begin(self, group: CacheGroup, hello: Hello) -> None:
         share_out = self._share_out if group is self.groups[0] else None

@@ -68,8 +68,7 @@ class Placement:
     def move(self, holder: HolderId, to: HolderId) -> None:
         """Move a lost holder to the worker that keeps ``to``, and has a cache under the lost
         one's name."""
-        self._worker_of[holder] = self._worker_of[to]
-        self.has_moved = True
+        self.place(holder, self._worker_of[to])
 
     def place(self, holder: HolderId, index: int) -> None:
         self._former.add((self._worker_of[holder], holder))
@@ -79,8 +78,7 @@ class Placement:
     def give_back(self, holder: HolderId) -> None:
         """Move a holder to its own place: the worker that took it over is lost, has nothing left
         of it, or has handed it over."""
-        self._former.add((self._worker_of[holder], holder))
-        self._worker_of[holder] = holder
+        self.place(holder, holder)
 
 
 class WorkerPool:
@@ -130,8 +128,8 @@ class WorkerPool:
         self.gone: Final = dict(absent or {})
         """The workers that are lost, whether or not others have taken their holders over, and
         why."""
-        self.told_first: tuple[ToRWorker, ...] = ()
-        """Messages that a replacement of a lost worker is sent first."""
+        self.tier: UseTier | None = None
+        """Opens the lower tiers of holders. None if they have none."""
         self._untold = list(self.gone)
         self._newcomers: list[str] = []
         self._early: deque[tuple[int, FromRWorker]] = deque()
@@ -168,8 +166,9 @@ class WorkerPool:
             except WorkerError as error:
                 self._lose(index, error)
 
-    def tier_of(self, holder: HolderId, message: UseTier) -> UseTier:
-        return message
+    def open_tier(self, holder: HolderId) -> None:
+        if self.tier is not None:
+            self.send(holder, self.tier)
 
     @property
     def has_moves(self) -> bool:
@@ -233,10 +232,6 @@ class WorkerPool:
 
     def is_lost(self, holder: HolderId) -> bool:
         return self.placement[holder] in self.gone
-
-    def workers_of(self, holder: HolderId) -> dict[int, Shard]:
-        """Return the indices of the workers that keep a holder, and what each keeps of it."""
-        return {self.placement[holder]: Shard()}
 
     @property
     def members(self) -> WorkerPool:
@@ -308,9 +303,9 @@ class WorkerPool:
         answers = []
         self._find_closed()
         while self._early:
-            while self._early:
-                answers.append(self._taken(*self._early.popleft()))
-            self._find_closed()
+            answers.append(self._taken(*self._early.popleft()))
+            if not self._early:
+                self._find_closed()
         return [answer for answer in answers if answer is not None]
 
     def lose(self, holder: HolderId, error: FastDecodeError) -> None:
@@ -318,8 +313,7 @@ class WorkerPool:
 
     def revive(self, holder: HolderId, *, has_cache: bool = True) -> None:
         """Let a replacement keep a holder, which has connected in the holder's own place, and
-        answered ``Welcome``. ``has_cache``: it has opened its cache. One that takes a copy over
-        is sent ``told_first`` by the caller that asks it to."""
+        answered ``Welcome``. ``has_cache``: False if it is to take over a copy of a cache."""
         self.placement.give_back(holder)
         index = self.placement[holder]
         self.gone.pop(index, None)
@@ -327,8 +321,8 @@ class WorkerPool:
         self._untold = [lost for lost in self._untold if lost != index]
         if self.is_here(holder):
             self._newcomers.append(self._name(index))
-        for message in self.told_first if has_cache else ():
-            self.send(holder, message)
+        if has_cache:
+            self.open_tier(holder)
 
     def revive_elsewhere(self, holders: Iterable[HolderId]) -> bool:
         """Let the replacements of lost holders that later stages keep serve them, if all of them

@@ -12,10 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
 
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.config.instances import Instances
 from fastdecode.core.errors import ConfigError, Given, WorkerError, imports_for
 from fastdecode.core.host.openmp import is_spinning_chosen, spin_longer
 from fastdecode.core.model.checkpoint import open_checkpoint
@@ -32,7 +31,7 @@ from fastdecode.engine.instances.registry import (
     greet,
     identity_of,
 )
-from fastdecode.engine.instances.replanning import slo_of, start_replanning
+from fastdecode.engine.instances.replanning import Replanner, slo_of
 from fastdecode.engine.instances.router import Router
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.setup.transport import shares_thread
@@ -45,7 +44,6 @@ from fastdecode.wire.mpi.job import join
 from fastdecode.wire.mpi.ranks import InstanceRanks, link_address
 
 if TYPE_CHECKING:
-    from fastdecode.wire.mpi.connection import MpiJob
     from fastdecode.wire.zmq.hub import ZmqHub
     from fastdecode.wire.zmq.keys import ClusterKey
 
@@ -125,29 +123,35 @@ class RunningCluster:
         with contextlib.ExitStack() as opened:
             self.codec = TextCodec.load(checkpoint.directory, own.max_model_len)
             opened.callback(self.codec.close)
+            hub, names, patience_s, unreached = _reach(config, tell, opened)
             hello = InstanceHello(PROTOCOL_VERSION, checkpoint.model_hash)
-            reached = _reach(config, tell, opened)
-            welcomes = _greet_all(reached, hello)
+            welcomes, failed = greet(hub, hello, patience_s, unreached)
+            if not welcomes:
+                raise next(iter(failed.values()))
+            for number, why in failed.items():
+                logger.warning("the job starts without an instance: %s", why.message)
+                hub.connections[number].close()
             self.identity = _common(config, own, welcomes)
-            for number, name in enumerate(reached.names):
+            for number, name in enumerate(names):
                 found = welcomes.get(number)
                 what = (
                     "is not connected yet" if found is None else f"{found.name}, {found.role.value}"
                 )
                 tell(f"instance {name}: {what}")
-            self.engine = _make_router(self.spec, reached, welcomes)
-            timeout_s = config.cluster.worker_timeout_s
-            inbox.registry = self._registry = Registry(
-                reached.hub, self.engine, hello, self.identity, timeout_s,
-                may_return=reached.may_return,
-            )  # fmt: skip
+            self.engine = _make_router(self.spec, hub, names, welcomes)
+            inbox.registry = registry = Registry(
+                hub,
+                self.engine,
+                hello,
+                self.identity,
+                config.cluster.worker_timeout_s,
+                may_return=bool(config.instances.addresses),
+            )
             if config.instances.replan_slo is not None:
                 token_bytes = self.spec.kv_spec(self.identity.kv_dtype).token_bytes
-                replanner = start_replanning(
-                    config.instances.replan_slo, self.engine, token_bytes, tell
-                )
+                replanner = Replanner(config.instances.replan_slo, self.engine, token_bytes, tell)
                 opened.callback(replanner.close)
-                self._registry.on_turn = replanner.look
+                registry.on_turn = replanner.look
             self._opened = opened.pop_all()
         self.load_s = time.perf_counter() - started
 
@@ -171,16 +175,9 @@ class RunningCluster:
         self._opened.close()
 
 
-class _Reached(NamedTuple):
-    """Connections to instances."""
-
-    hub: InstanceHub
-    names: Sequence[str]
-    patience_s: float = LOADING_TIMEOUT_S
-    """For instances to load their models."""
-    unreached: Mapping[int, WorkerError] = {}
-    may_return: bool = False
-    """Lost instances may come back at their addresses."""
+_Reached: TypeAlias = tuple[InstanceHub, Sequence[str], float, Mapping[int, WorkerError]]
+"""Connections to instances, their names, for how long to wait until they have loaded their models,
+and why some were not reached."""
 
 
 def _reach(
@@ -200,8 +197,7 @@ def _reach(
     hub = connect(addresses, key, config.cluster.worker_silence_s)
     opened.callback(hub.close)
     reach_s = min(_REACH_S, config.cluster.worker_timeout_s)
-    may_return = not config.instances.roles
-    return _Reached(hub, names, reach_s, hub.reach(reach_s), may_return)
+    return hub, names, reach_s, hub.reach(reach_s)
 
 
 def connect(addresses: Sequence[str], key: ClusterKey | None, silence_s: float) -> ZmqHub:
@@ -230,48 +226,34 @@ def _reach_ranks(config: EngineConfig, opened: contextlib.ExitStack) -> _Reached
     """This process is rank 0. Raises ConfigError: If the job has other ranks than they take."""
     from fastdecode.wire.mpi.hub import CONTROL_LINE, MpiHub
 
-    job = join()
-    leaders = [each.first for each in check_job(config.instances, job).stages]
+    job, ranks = join(), InstanceRanks(config.instances.placed)
+    ranks.check(job.size)
+    leaders = [each.first for each in ranks.stages]
     silence_s = config.cluster.worker_silence_s
     hub: MpiHub[ToInstance, FromInstance]
     hub = MpiHub(job, SAYS, silence_s=silence_s, is_hurried=False)
     opened.callback(hub.close)
     for rank in leaders:
         hub.connect(rank, f"instance rank {rank}", line=CONTROL_LINE)
-    return _Reached(hub, tuple(map(link_address, leaders)))
-
-
-def check_job(instances: Instances, job: MpiJob) -> InstanceRanks:
-    """Return which rank is whose. Raises ConfigError: If they can't be this job's."""
-    ranks = InstanceRanks(instances.placed)
-    ranks.check(job.size)
-    return ranks
-
-
-def _greet_all(reached: _Reached, hello: InstanceHello) -> dict[int, InstanceWelcome]:
-    """Return the welcomes of those that answer. Raises WorkerError: If none does."""
-    welcomes, failed = greet(reached.hub, hello, reached.patience_s, reached.unreached)
-    if not welcomes:
-        raise next(iter(failed.values()))
-    for number, why in failed.items():
-        logger.warning("the job starts without an instance: %s", why.message)
-        reached.hub.connections[number].close()
-    return welcomes
+    return hub, tuple(map(link_address, leaders)), LOADING_TIMEOUT_S, {}
 
 
 def _make_router(
-    spec: ModelSpec, reached: _Reached, welcomes: Mapping[int, InstanceWelcome]
+    spec: ModelSpec,
+    hub: InstanceHub,
+    names: Sequence[str],
+    welcomes: Mapping[int, InstanceWelcome],
 ) -> Router:
     """Return the router of instances of which at least one has welcomed this controller."""
 
     def send(number: int, message: ToInstance) -> None:
-        reached.hub.connections[number].send(message)
+        hub.connections[number].send(message)
 
     any_of_them = next(iter(welcomes.values()))
-    rooms = [welcomes.get(number, any_of_them) for number in range(len(reached.names))]
+    rooms = [welcomes.get(number, any_of_them) for number in range(len(names))]
     clients = [
         EngineClient(name, partial(send, number), welcomes.get(number), room)
-        for number, (name, room) in enumerate(zip(reached.names, rooms, strict=True))
+        for number, (name, room) in enumerate(zip(names, rooms, strict=True))
     ]
     return Router(
         clients,

@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -180,15 +179,6 @@ def hang_up(line: Any) -> None:
     getattr(line, "give_up", line.close)()
 
 
-@dataclass
-class _LostInstance:
-    """An instance that is lost."""
-
-    try_s: float
-    """When its address is tried next."""
-    greeting: Greeting | None = None
-
-
 class Registry:
     """Hears instances, and tells the router what they say, which are lost, and which are back.
 
@@ -219,11 +209,12 @@ class Registry:
         self._timeout_s = timeout_s
         self._finder: Any = hub if may_return else None
         self._clock, self._looked_s = clock, clock()
-        self._lost = {
-            number: _LostInstance(clock() + _TRY_S)
+        self._lost: dict[int, float | Greeting] = {
+            number: clock() + _TRY_S
             for number, client in enumerate(router.clients)
             if client.broken is not None
         }
+        """When the address of each lost instance is tried next; or the greeting of what answers."""
         self.on_turn: Callable[[], None] = lambda: None
         """Called in each turn, at least once a second."""
 
@@ -266,7 +257,7 @@ class Registry:
         if not isinstance(error, FastDecodeError):
             logger.error("what %s says, or is sent, is unusable", line.peer, exc_info=error)
             error = ProtocolError(f"{line.peer} is given up: {type(error).__name__}: {error}")
-        self._lost[number] = _LostInstance(self._clock() + _TRY_S)
+        self._lost[number] = self._clock() + _TRY_S
         if error.code == TIMEOUT:
             hang_up(line)
         line.close()
@@ -318,31 +309,30 @@ class Registry:
                 is_usual = isinstance(error, FastDecodeError)
                 level = logging.DEBUG if is_usual else logging.ERROR
                 logger.log(level, "instance %d isn't back yet: %s", number, error)
-                if lost.greeting is not None:
-                    lost.greeting.line.close()
-                self._lost[number] = _LostInstance(self._clock() + _TRY_S)
+                if isinstance(lost, Greeting):
+                    lost.line.close()
+                self._lost[number] = self._clock() + _TRY_S
 
-    def _look_for(self, number: int, lost: _LostInstance) -> None:
+    def _look_for(self, number: int, lost: float | Greeting) -> None:
         """Raises FastDecodeError: If what answers is of no use."""
-        greeting, now_s = lost.greeting, self._clock()
-        if greeting is None:
-            if now_s >= lost.try_s:
-                lost.greeting = Greeting(self._finder.reconnect(number), self._hello)
+        now_s = self._clock()
+        if not isinstance(lost, Greeting):
+            if now_s >= lost:
+                self._lost[number] = Greeting(self._finder.reconnect(number), self._hello)
             return
-        greeting.say(now_s)
-        answer = greeting.line.poll()
-        if answer is not None:
-            greeting.take(answer, now_s)
-        if greeting.failure is not None:
-            raise greeting.failure
-        welcome = greeting.welcome
+        lost.say(now_s)
+        if (answer := lost.line.poll()) is not None:
+            lost.take(answer, now_s)
+        if lost.failure is not None:
+            raise lost.failure
+        welcome = lost.welcome
         if welcome is None:
             return
         if identity_of(welcome) != self._identity:
             raise WorkerError(
-                f"{greeting.line.peer} came back with other options: restart it with the old ones"
+                f"{lost.line.peer} came back with other options: restart it with the old ones"
             )
-        self._finder.replace(number, greeting.line)
+        self._finder.replace(number, lost.line)
         del self._lost[number]
         client = self._router.clients[number]
         client.came_back(welcome)

@@ -97,10 +97,8 @@ class Router:
         self._broken: FastDecodeError | None = None
         self.has_work = False
         """Something has been reported since the last step."""
-        self.num_handed_over = 0
-        self.num_failed_fetches = 0
-        self.num_moved = 0
-        self.num_role_changes = 0
+        self.counts = EngineStats()
+        """What only a router does: prompts handed over, requests moved, roles changed."""
         self._set_open()
 
     @property
@@ -152,11 +150,7 @@ class Router:
     @property
     def stats(self) -> EngineStats:
         """Totals of all instances together, as far as each has reported."""
-        stats = sum_stats([each.stats for each in self.clients])
-        stats.num_handed_over, stats.num_moved = self.num_handed_over, self.num_moved
-        stats.num_failed_fetches = self.num_failed_fetches
-        stats.num_role_changes = self.num_role_changes
-        return stats
+        return sum_stats([self.counts, *(each.stats for each in self.clients)])
 
     def figures(self) -> EngineFigures:
         """Return those of all instances together, as far as each has reported."""
@@ -213,8 +207,8 @@ class Router:
                 continue
             run.check(delta, self._spec)
             if delta.has_fetched and routed.sources:
-                self.num_handed_over += not delta.fetch_failed
-                self.num_failed_fetches += delta.fetch_failed
+                self.counts.num_handed_over += not delta.fetch_failed
+                self.counts.num_failed_fetches += delta.fetch_failed
             routed.tell(run, delta)
         for routed, run, delta in known:
             if delta.request_id in self.by_run:
@@ -226,7 +220,13 @@ class Router:
         why, self.has_work = client.broken or client.stranded, True
         what = "is lost" if client.broken is not None else "runs nothing for now"
         logger.error("instance %s %s: %s", client.name, what, why)
-        had = self._lose(client)
+        self._prefixes.forget_lost(self.clients.index(client))
+        self._set_open()
+        had = [  # an instance that fetches from it notices that by itself
+            routed
+            for routed in self.by_request.values()
+            if (run := routed.decoding or routed.offering) and self.clients[run.instance] is client
+        ]
         if why is not None and all(each.broken is not None for each in self.clients):
             self._broken = WorkerError(f"no instance is left: {why.message}", code=why.code)
             return
@@ -251,7 +251,7 @@ class Router:
         if not found:
             names = ", ".join(each.name for each in self.clients)
             raise ConfigError(f"there is no instance {name!r}: they are {names}")
-        self.num_role_changes += found[0].role is not role
+        self.counts.num_role_changes += found[0].role is not role
         found[0].set_role(role)
         self.came_back()
         self._check_waiting()
@@ -298,24 +298,11 @@ class Router:
             not_at = routed.job.not_at | {run.instance}
             self._continue(routed, replace(routed.job, not_at=not_at))
 
-    def _lose(self, client: EngineClient) -> list[RoutedRequest]:
-        """Give an instance nothing more. Return the requests that it had, to be continued
-        elsewhere."""
-        self._prefixes.forget_lost(self.clients.index(client))
-        self._set_open()
-        had = []
-        for routed in list(self.by_request.values()):
-            # An instance that fetches from it notices that by itself.
-            run = routed.decoding or routed.offering
-            if run is not None and self.clients[run.instance] is client:
-                had.append(routed)
-        return had
-
     def _continue(
         self, routed: RoutedRequest, job: DispatchJob | None = None, *, fits_prefill: bool = True
     ) -> None:
         """Continue a request of which only the tokens are left, as ``job``."""
-        self.num_moved += 1
+        self.counts.num_moved += 1
         self._leave(routed)
         routed.sources, routed.job = (), job or routed.job
         for said in routed.said:

@@ -239,7 +239,6 @@ class InstanceServer:
     Args:
         listener: Hub where controllers connect.
         service: Runs the engine. It is open.
-        running: What it runs.
         welcome: The answer to controllers.
         only_once: End when the first controller is gone, or any other peer of the listener.
     """
@@ -248,18 +247,14 @@ class InstanceServer:
         self,
         listener: Any,
         service: EngineService[Any],
-        running: Any,
         welcome: InstanceWelcome,
-        limits: RequestLimits,
         *,
         only_once: bool = False,
     ) -> None:
         self._only_once = only_once
         self._listener = listener
         self.service = service
-        self._running = running
         self._welcome = welcome
-        self._limits = limits
         self._controller: int | None = None
         self._server: EngineServer | None = None
         """Serves the present controller."""
@@ -270,7 +265,7 @@ class InstanceServer:
 
     @property
     def stats(self) -> EngineStats:
-        stats: EngineStats = self._running.engine.stats
+        stats: EngineStats = self.service.served.engine.stats
         return stats
 
     def run(self) -> FastDecodeError | None:
@@ -337,7 +332,7 @@ class InstanceServer:
         self._controller = peer
         self._server = server = EngineServer(
             self.service,
-            self._limits,
+            RequestLimits(self.service.served.spec.vocab_size, self._welcome.max_model_len),
             status_of,
             self._listener.wake,
             totals=lambda: status_to_json(self.stats, None),
