@@ -73,19 +73,19 @@ def offer_for_replicas(
     welcomes: Mapping[HolderId, Welcome],
     keepers: Mapping[HolderId, HolderId],
 ) -> dict[HolderId, Welcome]:
-    """Ask every R-worker that is present to offer what leaves room for the replicas, as
-    ``offer_as_kept`` or ``offer_halves``. Replicas on disk take no room. ``keepers``: See
-    ``LinkOptions``.
+    """Ask every R-worker that is present to offer what leaves room for the replicas. Replicas on
+    disk take no room. ``keepers``: See ``LinkOptions``.
 
     Raises:
-        ConfigError, WorkerError: If these do, or if an R-worker has no disk for them.
+        ConfigError: If an R-worker or a keeper lacks the memory, or the disk, for a replica.
+        WorkerError: If a keeper is lost, or does not answer.
     """
     if DISK in keepers.values():
         check_disks(fleet, welcomes)
         return dict(welcomes)
     if keepers:
-        return offer_as_kept(fleet, hello, welcomes, keepers)
-    return offer_halves(fleet, hello, welcomes)
+        return _offer_as_kept(fleet, hello, welcomes, keepers)
+    return _offer_halves(fleet, hello, welcomes)
 
 
 def check_disks(fleet: HolderPool, welcomes: Mapping[HolderId, Welcome]) -> None:
@@ -101,18 +101,13 @@ def check_disks(fleet: HolderPool, welcomes: Mapping[HolderId, Welcome]) -> None
             )
 
 
-def offer_as_kept(
+def _offer_as_kept(
     fleet: HolderPool,
     hello: Hello,
     welcomes: Mapping[HolderId, Welcome],
     keepers: Mapping[HolderId, HolderId],
 ) -> dict[HolderId, Welcome]:
-    """Limit each holder's KV blocks to the room of its keeper, an R-worker without a holder.
-
-    Raises:
-        ConfigError: If a keeper lacks the memory for a replica.
-        WorkerError: If a keeper is lost, or does not answer.
-    """
+    """Limit each holder's KV blocks to the room of its keeper, an R-worker without a holder."""
     members = fleet.members
     rooms = greet(members, hello, among=keepers.values())
     for keeper in keepers.values():
@@ -131,7 +126,7 @@ def offer_as_kept(
     return greet(fleet, hello, offered)
 
 
-def offer_halves(
+def _offer_halves(
     fleet: HolderPool, hello: Hello, welcomes: Mapping[HolderId, Welcome]
 ) -> dict[HolderId, Welcome]:
     """Ask every R-worker that is present to offer half of its KV blocks (``replicate``). One whose

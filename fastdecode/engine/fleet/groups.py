@@ -100,16 +100,13 @@ class JoinedMoves:
         del self._moved[news.job]
         self._fetching.pop(news.job, None)
         own_failed = {x: set(keys_of(each.missing)) for x, each in by_member.items()}
-        failed = {key for own in own_failed.values() for key in own}
-        reports = by_member.values()
-        num_bytes = sum(each.num_bytes for each in reports)
-        seconds = max(each.seconds for each in reports)
-        faults = map(sum, zip(*(each.faults for each in reports), strict=True))
-        reason = next((each.reason for each in reports if each.reason), "")
-        at = self._holder, news.job, words_of(sorted(failed))
-        names = "num_unread", "num_damaged", "num_unwritten", "num_late"
-        counts = dict(zip(names, faults, strict=True))
-        self.news.append(replace(Done(*at, num_bytes, seconds, reason=reason), **counts))
+        failed = set[bytes]().union(*own_failed.values())
+        joined = replace(news, holder=self._holder, missing=words_of(sorted(failed)))
+        for name in ("num_bytes", "num_unread", "num_damaged", "num_unwritten", "num_late"):
+            joined = replace(joined, **{name: sum(getattr(x, name) for x in by_member.values())})
+        reason = next((each.reason for each in by_member.values() if each.reason), "")
+        seconds = max(each.seconds for each in by_member.values())
+        self.news.append(replace(joined, seconds=seconds, reason=reason))
         # The engine gives up the blocks of a failed fetch by itself.
         is_store = news.job in self._stores
         self._stores.discard(news.job)

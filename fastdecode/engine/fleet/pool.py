@@ -224,7 +224,7 @@ class WorkerPool:
     @property
     def r_workers(self) -> list[HolderId]:
         """The holders of R-workers that are connected here, lost ones included."""
-        return [*filter(self.is_here, self.placement)]
+        return [x for x in self.placement if x < self.num_workers - (self._device is not None)]
 
     def is_here(self, holder: HolderId) -> bool:
         """Return True if the worker that keeps a holder is connected here, and not relayed to."""
@@ -404,10 +404,6 @@ class MixedPool(WorkerPool):
         if self._device is not None and index == self._device_index:
             return self._device
         return super()._connection(index)
-
-    @property
-    def r_workers(self) -> list[HolderId]:
-        return [x for x in super().r_workers if self._device is None or x != self._device_index]
 
     @property
     def is_owed_at_once(self) -> bool:

@@ -120,10 +120,8 @@ class HubReplacements:
     def __init__(self, hub: Places, hello: Hello, deadlines: Deadlines) -> None:
         self._hub = hub
         self._hello = hello
-        self._greeting = deadlines.while_greeting()
-        self._waiting = replace(deadlines, timeout_s=math.inf)
+        self._deadlines = replace(deadlines)  # it looks at other times than others
         self._clock = deadlines.clock
-        self._timeout_s = deadlines.timeout_s
         self._most_blocks: Mapping[int, int] = {}
         self._shards: Mapping[HolderId, Shard] = {}
         self._candidates: dict[int, _Candidate] = {}
@@ -132,7 +130,7 @@ class HubReplacements:
     @property
     def timeout_s(self) -> float:
         if not isinstance(self._hub, SpareHub):
-            return self._timeout_s
+            return self._deadlines.timeout_s
         return math.inf if self._candidates or self._hub.num_left else 0.0
 
     def limit(
@@ -143,14 +141,12 @@ class HubReplacements:
         self._shards = shards or {}
 
     def look(self, lost: Iterable[int]) -> dict[int, Welcome]:
-        for deadlines in (self._greeting, self._waiting):
-            deadlines.begin_look()
+        self._deadlines.begin_look()
         for worker in lost:
             if worker not in self._candidates:
                 self._seek(worker)
             self._hear(worker)
-        for deadlines in (self._greeting, self._waiting):
-            deadlines.end_look()
+        self._deadlines.end_look()
         candidates = self._candidates.items()
         return {worker: one.welcome for worker, one in candidates if one.welcome is not None}
 
@@ -209,7 +205,7 @@ class HubReplacements:
             length_s = RETRY_S / 2
             if now - pause.admitted_s < LONGEST_PAUSE_S:
                 # When all are lost, the next attempt has to precede the time-out.
-                longest_s = min(LONGEST_PAUSE_S, self._timeout_s / 4 or math.inf)
+                longest_s = min(LONGEST_PAUSE_S, self._deadlines.timeout_s / 4 or math.inf)
                 length_s = min(2 * pause.length_s, longest_s)
                 pause.until_s = now + length_s
             pause.length_s, pause.admitted_s = length_s, None
@@ -227,8 +223,9 @@ class HubReplacements:
             while worker in self._candidates and (answer := connection.poll()) is not None:
                 candidate.take(answer, self._hello)
             owes = candidate.welcome is None or candidate.makes_way > candidate.has_made_way
-            deadlines = self._greeting if owes else self._waiting
-            end_s, reason = deadlines.end(candidate.since_s, connection.heard_s)
+            deadlines = self._deadlines
+            end = deadlines.while_greeting().end if owes else deadlines.silent_end
+            end_s, reason = end(candidate.since_s, connection.heard_s)
             if candidate.is_greeted and end_s <= self._clock():
                 self._give_up(worker, f"{connection.peer} {reason}")
         except ProtocolError as lie:
@@ -367,12 +364,9 @@ class SpareHub:
         self._placed[index] = connection
         self._indices[index] = next(i for i, x in self._spares.items() if x is connection)
 
-    def index(self, place: int) -> int:
-        """Return the index in the whole hub of the R-worker in a place."""
-        return self._indices[place]
-
-    @property
-    def given_up(self) -> set[int]:
-        """Indices in the whole hub of connections that are no longer used."""
-        spare = {index for index, each in self._spares.items() if not each.is_closed}
-        return set(range(self._num_workers)) - {*self._indices} - spare
+    def given_up(self, lost: Collection[int]) -> set[int]:
+        """Return the indices in the whole hub of R-workers that are no longer used, those in
+        ``lost`` places among them."""
+        used = {index for place, index in enumerate(self._indices) if place not in lost}
+        spare = {i for i, x in self._spares.items() if i not in self._indices and not x.is_closed}
+        return set(range(self._num_workers)) - used - spare

@@ -30,7 +30,7 @@ from fastdecode.engine.fleet.greeting import check_disks, offer_for_replicas
 from fastdecode.engine.fleet.groups import GroupPool, HolderPool
 from fastdecode.engine.fleet.replacements import HubReplacements, Replacements
 from fastdecode.engine.fleet.resharing import GROUP, Resharing, offer_room
-from fastdecode.engine.fleet.ring import LinkFigures, LinkOptions, ReplicaState
+from fastdecode.engine.fleet.ring import DISK, LinkFigures, LinkOptions, ReplicaState
 from fastdecode.schedule.life import events
 from fastdecode.wire.blocks import MISSING, TakenOver, TakeOver, words_of
 from fastdecode.wire.messages import MAX_ID, Hello, Welcome
@@ -308,7 +308,7 @@ def replicate(
     """
     circle = fleet.members.holders if circle is None else circle
     if isinstance(fleet, GroupPool):
-        if options.are_in_files:
+        if DISK in options.keepers.values():
             check_disks(fleet, {x: each for x, each in welcomes.items() if x == GROUP})
         else:
             welcomes = offer_room(fleet, hello, welcomes)

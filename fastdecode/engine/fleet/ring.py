@@ -68,11 +68,6 @@ class LinkOptions:
     begin_s: float = 0.0
     """How long the start waits for all replicas. At 0 they are made while sequences run."""
 
-    @property
-    def are_in_files(self) -> bool:
-        """True if all replicas are in files."""
-        return DISK in self.keepers.values()
-
 
 @dataclass
 class LinkFigures:
@@ -278,7 +273,7 @@ class Ring:
     def _drop(self, holder: HolderId, keeper: HolderId) -> None:
         if keeper not in self._fleet.gone:
             self._dropping[holder, keeper] = self._deadlines.clock()
-            link = self._links[holder] if self.options.are_in_files else 0
+            link = self._links[holder] if DISK in self.options.keepers.values() else 0
             self._fleet.send(keeper, DropCache(self.options.session, holder, keeper, link))
 
     def _end(self, holder: HolderId) -> None:

@@ -169,9 +169,9 @@ def greet(
                 raise
         else:
             every[number].take(answer, clock())
-    failed = {i: each.failure for i, each in enumerate(every) if each.failure is not None}
-    welcomes = {i: each.welcome for i, each in enumerate(every) if each.welcome is not None}
-    return {i: welcome for i, welcome in welcomes.items() if i not in failed}, failed
+    failed = {i: x.failure for i, x in enumerate(every) if x.failure is not None}
+    answered = ((i, x.welcome) for i, x in enumerate(every) if x.failure is None)
+    return {i: welcome for i, welcome in answered if welcome is not None}, failed
 
 
 def hang_up(line: Any) -> None:

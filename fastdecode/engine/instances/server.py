@@ -75,25 +75,18 @@ class RequestLimits:
 
 
 class _Outlet(DeltaQueue):
-    """Deltas of one client. ``noted`` is called before those of a step can be taken."""
+    """Deltas of one client."""
 
-    def __init__(
-        self,
-        noted: Callable[[Sequence[Delta]], None],
-        wake: Callable[[], None],
-        *,
-        every_step: bool,
-    ) -> None:
+    def __init__(self, server: EngineServer, *, every_step: bool) -> None:
         super().__init__(every_step=every_step)
-        self._noted = noted
-        self._wake = wake
+        self._server = server
 
     def put(self, deltas: Iterable[Delta]) -> None:
         """Called by the engine's thread."""
         fresh = list(deltas)
-        self._noted(fresh)
+        self._server.note(fresh)
         super().put(fresh)
-        self._wake()
+        self._server.wake()
 
     def refuse(self, request: Request, error: FastDecodeError) -> None:
         """End a request that the engine has not got. Called by the thread that takes deltas."""
@@ -126,11 +119,9 @@ class EngineServer:
         self._service = service
         self._limits = limits
         self._figures_of = figures
-        self._wake = wake
+        self.wake = wake
         self._totals = totals
-        self._outlets = {
-            every: _Outlet(self._note, wake, every_step=every) for every in (True, False)
-        }
+        self._outlets = {every: _Outlet(self, every_step=every) for every in (True, False)}
         self._figures: Mapping[str, Any] = {}
         self._is_asked = False
         """The engine is asked for figures, and has not answered."""
@@ -192,26 +183,23 @@ class EngineServer:
         lied to it."""
         try:
             self._limits.check(request)
+            return True
         except RequestError as error:
-            outlet.refuse(request, error)
-            return False
+            refusal = error
         except Exception as error:
             logger.exception("a request of a client can't be read")
             what = f"it can't be read: {type(error).__name__}: {error}"
-            outlet.refuse(request, RequestError(what, code="invalid_token_id"))
-            return False
-        return True
+            refusal = RequestError(what, code="invalid_token_id")
+        outlet.refuse(request, refusal)
+        return False
 
-    def _note(self, deltas: Sequence[Delta]) -> None:
+    def note(self, deltas: Sequence[Delta]) -> None:
         """Report totals before the end of a request. Called by the engine's thread."""
         if self._totals is not None and any(
             x.finish_reason or x.error or x.sources or x.has_fetched for x in deltas
         ):
             unsent = self._figures if self._is_answered else {}
-            self._answer({**unsent, **self._totals()})
-
-    def _answer(self, figures: Mapping[str, Any]) -> None:
-        self._figures, self._is_answered = figures, True
+            self._figures, self._is_answered = {**unsent, **self._totals()}, True
 
     def _is_due(self) -> bool:
         """Return whether a report is to be sent, and ask the engine for the next one. It is at
@@ -227,10 +215,9 @@ class EngineServer:
         return self._is_answered if self._totals is not None else is_due
 
     def _look(self, served: Any) -> None:
-        self._is_asked = False
-        self._answer(self._figures_of(served))
+        self._figures, self._is_answered, self._is_asked = self._figures_of(served), True, False
         if self._totals is not None:
-            self._wake()
+            self.wake()
 
 
 class InstanceServer:

@@ -360,8 +360,7 @@ def with_spares(workers: Reached, num_spares: int) -> Reached:
     hub = SpareHub(workers.hub, num_spares, workers.addresses)
 
     def close(lost: Collection[int], timeout_s: float) -> None:
-        own = [place for place in lost if place < len(hub.addresses)]  # no later stage's
-        workers.close(hub.given_up | set(map(hub.index, own)), timeout_s)
+        workers.close(hub.given_up(lost), timeout_s)
 
     return replace(
         workers,
