@@ -1,14 +1,10 @@
 """Cache groups: holders that several R-workers keep together.
 
-The engine talks to **holders**. In a ``WorkerPool`` one R-worker keeps each holder's cache. A
-``CacheGroup`` is a holder of several **members**, each with a ``Shard`` of the cache: some layers,
-or some heads. Every member of a group is a holder of a ``WorkerPool``, which sends, receives, and
-notices losses.
-
-A group does two things. It cuts a message into the members' parts (``message.part``), and it joins
-their answers (``message.join``) once all that were asked have answered. Where one refuses, the
-others undo what they accepted. A group is lost when one of its members is. Replacements,
-``fastdecode.engine.fleet.resharing`` or replicas decide what follows.
+A ``CacheGroup`` is a holder of several **members**, each with a ``Shard`` of the cache: some
+layers, or some heads. Every member is a holder of a ``WorkerPool``, which sends, receives, and
+notices losses. A group cuts a message into the members' parts (``message.part``), and joins their
+answers (``message.join``). Where one refuses, the others undo what they accepted. A group is lost
+when one of its members is.
 """
 
 from __future__ import annotations
@@ -62,12 +58,9 @@ class JoinedMoves:
         self._fetching: dict[int, dict[HolderId, Progress]] = {}
         self._stocked: dict[HolderId, dict[bytes, int]] = {}  # of each member
         self._num_slots: dict[HolderId, int] = {}  # of members that have reported all
-        self._stores: set[int] = set()  # jobs
+        self.stores: set[int] = set()  # jobs
         self.news: deque[MoveNews] = deque()
         """Joined reports that were not taken yet."""
-
-    def begin_store(self, job: int) -> None:
-        self._stores.add(job)
 
     def take(self, member: HolderId, news: MoveNews) -> dict[HolderId, set[bytes]]:
         """Take in a member's report. Return the blocks that members are to drop, since others
@@ -75,10 +68,10 @@ class JoinedMoves:
         match news:
             case Done():
                 return self._take_moved(member, news)
-            case Progress():
-                self._take_fetching(member, news)
             case Inventory():
                 return self._take_stocked(member, news)
+            case Progress():
+                self._take_fetching(member, news)
         return {}
 
     def _take_fetching(self, member: HolderId, news: Progress) -> None:
@@ -108,8 +101,8 @@ class JoinedMoves:
         seconds = max(each.seconds for each in by_member.values())
         self.news.append(replace(joined, seconds=seconds, reason=reason))
         # The engine gives up the blocks of a failed fetch by itself.
-        is_store = news.job in self._stores
-        self._stores.discard(news.job)
+        is_store = news.job in self.stores
+        self.stores.discard(news.job)
         return {x: failed - own for x, own in own_failed.items()} if is_store else {}
 
     def _take_stocked(self, member: HolderId, news: Inventory) -> dict[HolderId, set[bytes]]:
@@ -209,7 +202,7 @@ class CacheGroup:
         elif isinstance(message, BeginStep):
             self._want_lse[message.lane] = message.want_lse
         elif isinstance(message, Retain):
-            self.moves.begin_store(message.job)
+            self.moves.stores.add(message.job)
         if message.answers:
             asked = _Asked(message, due)
             for member in due:

@@ -34,12 +34,8 @@ RConnection: TypeAlias = Connection[ToRWorker, FromRWorker]
 
 
 class Placement:
-    """Which worker keeps which holder.
-
-    Args:
-        workers: Their indices. Each keeps the holder of that number at first.
-        keepers: The workers that only keep replicas: no holder has their numbers.
-    """
+    """Which worker keeps which holder: at first that of its index, unless it is one of the
+    ``keepers``, which only keep replicas."""
 
     def __init__(self, workers: Iterable[int], keepers: Collection[int] = ()) -> None:
         self._worker_of = {HolderId(index): index for index in workers}
@@ -89,7 +85,6 @@ class WorkerPool:
 
     Args:
         hub: One connection per worker. At first a holder's number is its connection's index.
-        timeout_s, silence_s, clock: See ``Deadlines``.
         absent: The workers that are lost from the beginning, and why.
         device: The cache on the S-worker's device, beside R-workers: the last holder. It answers
             inside ``send``, and is never lost.

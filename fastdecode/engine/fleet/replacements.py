@@ -255,7 +255,7 @@ class HubReplacements:
 
 
 class SpareConnection:
-    """A ``Connection`` to a spare R-worker."""
+    """A connection to a spare R-worker, which is polled."""
 
     is_reached = True  # it was connected from the beginning, or is dead
 
@@ -270,9 +270,6 @@ class SpareConnection:
     @property
     def heard_s(self) -> float | None:
         return self.inner.heard_s
-
-    def receive(self, timeout_s: float | None = None) -> FromRWorker:
-        return self.inner.receive(timeout_s) if (early := self.poll()) is None else early
 
     def poll(self) -> FromRWorker | None:
         if not self.early:
@@ -303,7 +300,7 @@ class SpareHub:
         self._clock = clock
         self._num_workers = len(addresses)
         num_places = self._num_workers - num_spares
-        self._placed: list[RConnection] = list(hub.connections[:num_places])
+        self._placed: list[Any] = list(hub.connections[:num_places])
         self._indices = list(range(num_places))  # in the whole hub, by places
         self.addresses = list(addresses[:num_places])
         """What R-workers call each other, by their places. Where a spare R-worker is to take a
@@ -315,7 +312,7 @@ class SpareHub:
         self._left = deque(self._spares.values())
 
     @property
-    def connections(self) -> Sequence[RConnection]:
+    def connections(self) -> Sequence[Any]:
         """Those to the R-workers in their places, and behind these those to other peers."""
         return [*self._placed, *self.whole.connections[self._num_workers :]]
 

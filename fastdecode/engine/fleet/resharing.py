@@ -29,10 +29,9 @@ GROUP: Final = HolderId(0)
 
 
 def in_heads(members: WorkerPool) -> GroupPool:
-    """Return one group whose members share out the KV heads (``--r-partition heads``): each keeps
-    some heads of every sequence, and has the same share of every step's work, up to whole heads.
-    The group's capacity is that of its smallest member. A device beside R-workers is a group of
-    its own."""
+    """Return one group whose members share out the KV heads: each keeps some heads of every
+    sequence, and has the same share of every step's work, up to whole heads. The group's capacity
+    is that of its smallest member. A device beside R-workers is a group of its own."""
     beside = [x for x in members.placement if x not in members.r_workers]
     return GroupPool(members, [{}, *({x: Shard()} for x in beside)], share_out_heads)
 
@@ -94,22 +93,15 @@ def offer_room(
 
 
 def greet_members(fleet: GroupPool, hello: Hello) -> dict[HolderId, Welcome]:
-    """Greet the members. If one is lost meanwhile, the others share its heads.
-
-    Raises:
-        WorkerError: If none is left.
-    """
+    """Greet the members. If one is lost meanwhile, the others share its heads. Raises WorkerError:
+    If none is left."""
     while GROUP not in (welcomes := greet(fleet, hello)):
         _begin_again(fleet)
     return welcomes
 
 
 def _begin_again(fleet: GroupPool) -> None:
-    """Make a group of the members that are left.
-
-    Raises:
-        WorkerError: If none is.
-    """
+    """Make a group of the members that are left. Raises WorkerError: If none is."""
     fleet.take_losses()
     if all(map(fleet.members.is_lost, fleet.members.r_workers)):
         raise next(iter(fleet.gone.values()))

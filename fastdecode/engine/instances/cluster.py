@@ -61,10 +61,7 @@ def make_service(
     times: MeasuredTimes | None,
     session: Session | None,
 ) -> EngineService[Any]:
-    """Return the service that runs requests as it was configured. It isn't open yet.
-
-    Args:
-        config, progress, trace, times, session: See ``fastdecode.engine.llm.LLM``.
+    """Return the service that runs requests as it was configured (``LLM``). It isn't open yet.
 
     Raises:
         ConfigError: If some of them are of one engine only.
@@ -94,8 +91,6 @@ class RunningCluster:
     """Instances, and the router that spreads requests over them. Close it when done.
 
     Args:
-        config: What the user chose.
-        progress: Called with a line for each step of the start.
         inbox: Of the thread that makes this object.
 
     Raises:

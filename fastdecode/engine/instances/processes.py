@@ -75,16 +75,12 @@ def serve_instance(
     """Be an instance at an address until asked to end.
 
     Args:
-        config: Of the engine.
         tell: Called with a line for each step of the start.
         listening: Called once all is ready, with the address for controllers, and the server that
             can be asked to end.
 
     Returns:
         Why the engine broke down, or None if it was asked to end.
-
-    Raises:
-        ConfigError, ModelError, CapacityError, WorkerError: As ``RunningEngine``.
     """
     _check(config, place)
     with imports_for("an instance at an address"):

@@ -185,8 +185,7 @@ class Registry:
     Args:
         hub: Its instances have been greeted.
         router: Its clients are in the order of the hub's connections.
-        hello: For instances that come back.
-        identity: They have it, too, or are of no use.
+        identity: Of instances that may come back.
         timeout_s: An instance that lives and says nothing for this long hangs.
         may_return: Lost instances are looked for at their addresses.
     """

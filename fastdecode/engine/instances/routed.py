@@ -4,6 +4,7 @@ instance continues it, nothing is reported twice."""
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -52,11 +53,10 @@ class InstanceRun:
 
     asked: Request
     instance: int
-    num_tokens: dict[int, int] = field(default_factory=dict)
+    num_tokens: Counter[int] = field(default_factory=Counter)
     """Tokens and characters of each sequence from this run."""
-    num_chars: dict[int, int] = field(default_factory=dict)
-    over: set[int] = field(default_factory=set)
-    """Sequences that are over."""
+    num_chars: Counter[int] = field(default_factory=Counter)
+    over: set[int] = field(default_factory=set)  # sequences
 
     def check(self, delta: Delta, spec: ModelSpec) -> None:
         """Raise ProtocolError if an instance that runs this request can't say so."""
@@ -66,10 +66,10 @@ class InstanceRun:
             raise _lie(f"sequence {index} of {params.n}")
         if index in self.over and (tokens or delta.text or delta.finish_reason):
             raise _lie("a sequence goes on after its end")
-        if self.num_tokens.get(index, 0) + len(tokens) > asked.max_tokens:
+        if (num_tokens := self.num_tokens[index] + len(tokens)) > asked.max_tokens:
             raise _lie(f"more than the {asked.max_tokens} tokens that were asked for")
-        is_short = self.num_tokens.get(index, 0) + len(tokens) < asked.max_tokens
-        if delta.finish_reason == "length" and (asked.hands_over or is_short):
+        is_short = asked.hands_over or num_tokens < asked.max_tokens
+        if delta.finish_reason == "length" and is_short:
             raise _lie("a sequence is as long as it may be, and isn't")
         if any(token >= spec.vocab_size for token in tokens):
             raise _lie(f"a token beyond the vocabulary of {spec.vocab_size}")
@@ -131,14 +131,8 @@ class RoutedRequest:
 
     def prompt_run(self, name: str) -> Request:
         """Return what an instance is asked that only runs its prompt."""
-        hands_over = self.request.max_tokens > 1
-        return replace(
-            self.request,
-            request_id=name,
-            max_tokens=1,
-            hands_over=hands_over,
-            sources=self.borrowed,
-        )
+        prompt = replace(self.request, hands_over=self.request.max_tokens > 1, max_tokens=1)
+        return replace(prompt, request_id=name, sources=self.borrowed)
 
     def whole_run(self, name: str) -> Request:
         """Return what an instance is asked that continues it to the end. Sequences that are over
@@ -155,9 +149,9 @@ class RoutedRequest:
     def tell(self, run: InstanceRun, delta: Delta) -> None:
         """Report what is new of a run's delta."""
         index, said = delta.index, self.said[delta.index]
-        first_token, first_char = run.num_tokens.get(index, 0), run.num_chars.get(index, 0)
-        run.num_tokens[index] = first_token + len(delta.token_ids)
-        run.num_chars[index] = first_char + len(delta.text)
+        first_token, first_char = run.num_tokens[index], run.num_chars[index]
+        run.num_tokens[index] += len(delta.token_ids)
+        run.num_chars[index] += len(delta.text)
         said.kept_at = delta.sources or said.kept_at
         if delta.finish_reason is not None:
             run.over.add(index)

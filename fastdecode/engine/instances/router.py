@@ -365,16 +365,13 @@ class Router:
             self._is_at_work = False
 
     def _carry_out(self, decision: AssignPrefill | AssignDecode) -> None:
+        """Submit a request to the instance that was decided on."""
         routed, client = self.by_job[decision.job.job_id], self.clients[decision.instance]
         if isinstance(decision, AssignPrefill) and client.role is InstanceRole.BOTH:
             kept = self.dispatcher.kept(decision)
             if kept is not None:  # it is in no batch of prompts there, so others may be bound
                 self._decided.extend(self.dispatcher.look())
                 decision = kept
-        self._begin(routed, decision)
-
-    def _begin(self, routed: RoutedRequest, decision: AssignPrefill | AssignDecode) -> None:
-        """Submit a request to the instance that was decided on."""
         every_step = self.observe is not None
         every_step |= routed.listener is not None and routed.listener.every_step
         name = f"{routed.job.job_id}.{next(self._numbers)}"  # that no run had before
@@ -387,7 +384,7 @@ class Router:
             routed.stage, routed.decoding = RequestStage.DECODE, run
         self.by_run[name] = routed, run
         try:
-            self.clients[run.instance].submit(run.asked, every_step=every_step)
+            client.submit(run.asked, every_step=every_step)
         except FastDecodeError as error:
             self._failed(routed, run, error)
 

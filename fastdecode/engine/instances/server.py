@@ -98,7 +98,6 @@ class EngineServer:
     with each message that came, and sends what ``messages`` gives.
 
     Args:
-        service: Runs the engine. It is open.
         limits: A request beyond them ends with an error, and no other does.
         figures: Of the engine, for status reports. Its thread calls this between two steps.
         wake: Called by any thread when there is something to send.
@@ -225,8 +224,6 @@ class InstanceServer:
 
     Args:
         listener: Hub where controllers connect.
-        service: Runs the engine. It is open.
-        welcome: The answer to controllers.
         only_once: End when the first controller is gone, or any other peer of the listener.
     """
 
