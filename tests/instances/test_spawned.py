@@ -26,7 +26,7 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.delta import DeltaQueue
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.sequence import Request
-from fastdecode.engine.instances import spawned
+from fastdecode.engine.instances import cluster
 from fastdecode.engine.stats import EngineStats
 from fastdecode.wire.mpi.ranks import without_launcher
 
@@ -108,7 +108,7 @@ def test_who_is_lost_is_gone_on_without(model: str, one: LLM, lost: int) -> None
 def test_one_that_hangs_is_killed_at_the_end(
     model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(spawned, "CLOSING_S", 0.5)
+    monkeypatch.setattr(cluster, "CLOSING_S", 0.5)
     before = processes()
     llm = LLM(model, **BOTH, **OPTIONS)
     hung = [each for each in processes() if each not in before]

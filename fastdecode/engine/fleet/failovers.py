@@ -146,7 +146,8 @@ class Failovers:
         handover, state = self.handovers.get(holder), self.ring.states.get(holder)
         if handover is None:
             # One without the room joins with an empty cache, once nothing is left of this one.
-            is_whole = holder in found and self.replacements.is_whole(holder, found[holder])
+            least = self.replacements.most_blocks.get(holder, 0)
+            is_whole = holder in found and found[holder].num_blocks >= least
             if is_whole and self._clock() >= self._pauses.get(holder, (0.0, 0.0))[0]:
                 source = HolderId(self._fleet.placement[holder])
                 self.handovers[holder] = _Handover(source, self._clock())

@@ -85,20 +85,6 @@ class _Candidate:
     """True if it is to give up its empty cache for the one that it is sent."""
     has_made_way: bool = False
 
-    def take(self, answer: FromRWorker, hello: Hello) -> None:
-        """Take in a message, the answer to ``hello`` if it was greeted.
-
-        Raises:
-            ProtocolError: If that was not asked for, or is impossible.
-        """
-        if isinstance(answer, Dropped):
-            self.has_made_way = self.makes_way
-        elif self.is_greeted and self.welcome is None and isinstance(answer, Welcome):
-            hello.check(answer)
-            self.welcome = answer
-        else:
-            raise ProtocolError(f"says: {getattr(answer, 'message', type(answer).__name__)}")
-
 
 @dataclass
 class _Pause:
@@ -122,7 +108,7 @@ class HubReplacements:
         self._hello = hello
         self._deadlines = replace(deadlines)  # it looks at other times than others
         self._clock = deadlines.clock
-        self._most_blocks: Mapping[int, int] = {}
+        self.most_blocks: Mapping[int, int] = {}
         self._shards: Mapping[HolderId, Shard] = {}
         self._candidates: dict[int, _Candidate] = {}
         self._pauses: defaultdict[int, _Pause] = defaultdict(_Pause)
@@ -137,7 +123,7 @@ class HubReplacements:
         self, num_blocks: Mapping[int, int], shards: Mapping[HolderId, Shard] | None = None
     ) -> None:
         """Set the most blocks by place; and ``shards``, if places are members of a group."""
-        self._most_blocks = num_blocks
+        self.most_blocks = num_blocks
         self._shards = shards or {}
 
     def look(self, lost: Iterable[int]) -> dict[int, Welcome]:
@@ -180,10 +166,6 @@ class HubReplacements:
             self._tell(worker, DropCache(self._hello.session, worker, holder=worker))
             self._greet(worker)
 
-    def is_whole(self, worker: int, welcome: Welcome) -> bool:
-        """Return True if a candidate offers all the room that the lost R-worker did."""
-        return welcome.num_blocks >= self._most_blocks.get(worker, 0)
-
     def _seek(self, worker: int) -> None:
         """Connect to a possible replacement, unless there is a pause."""
         if self._is_paused(worker):
@@ -221,7 +203,15 @@ class HubReplacements:
             if connection.is_reached and not candidate.is_greeted:
                 self._greet(worker)
             while worker in self._candidates and (answer := connection.poll()) is not None:
-                candidate.take(answer, self._hello)
+                is_due = candidate.is_greeted and candidate.welcome is None
+                if isinstance(answer, Dropped):
+                    candidate.has_made_way = candidate.makes_way
+                elif is_due and isinstance(answer, Welcome):
+                    self._hello.check(answer)
+                    candidate.welcome = answer
+                else:
+                    what = getattr(answer, "message", type(answer).__name__)
+                    raise ProtocolError(f"says: {what}")
             owes = candidate.welcome is None or candidate.makes_way > candidate.has_made_way
             deadlines = self._deadlines
             end = deadlines.while_greeting().end if owes else deadlines.silent_end
@@ -236,7 +226,7 @@ class HubReplacements:
     def _greet(self, worker: int) -> None:
         candidate = self._candidates.get(worker)
         if candidate is not None:
-            hello = structs.replace(limited(self._hello, self._most_blocks, worker), holder=worker)
+            hello = structs.replace(limited(self._hello, self.most_blocks, worker), holder=worker)
             candidate.is_greeted, candidate.since_s = True, self._clock()
             self._tell(worker, hello.part(self._shards.get(HolderId(worker), Shard())))
 

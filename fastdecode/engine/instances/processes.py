@@ -108,7 +108,7 @@ def serve_spawned() -> None:
 def _serve_asked(asked: Mapping[str, Any], answers: Any) -> None:
     import zmq
 
-    from fastdecode.engine.instances.spawned import failure_of
+    from fastdecode.engine.instances.cluster import failure_of
     from fastdecode.wire.zmq.keys import ClusterKey
 
     def say(**said: Any) -> None:

@@ -37,7 +37,7 @@ from fastdecode.wire.instances import (
     ToEngine,
     ToInstance,
 )
-from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
+from fastdecode.wire.messages import Failed
 from fastdecode.wire.transport import CLOSED, PeerLostError
 
 logger = logging.getLogger(__name__)
@@ -303,12 +303,6 @@ class InstanceServer:
             self._server.obey(message)
 
     def _greet(self, peer: int, hello: InstanceHello) -> None:
-        if hello.protocol_version != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"the controller speaks protocol version {hello.protocol_version}, this instance "
-                f"{PROTOCOL_VERSION}: install the same version of fastdecode on both",
-                code="protocol_version",
-            )
         if hello.model_hash != self._welcome.model_hash:
             raise ProtocolError("the controller means another model", code="other_model")
         if self._controller is not None:
