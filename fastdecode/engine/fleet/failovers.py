@@ -61,8 +61,7 @@ class ReplicaFigures(LinkFigures):
 
     failovers: list[Failover] = field(default_factory=list)
     returns: list[Return] = field(default_factory=list)
-    num_recomputed_holders: int = 0
-    """Lost R-workers without a usable replica."""
+    num_recomputed_holders: int = 0  # lost R-workers without a usable replica
 
     def lag(self, percent: float) -> int | None:
         """Return how many steps a replica lags behind the last one that has begun, at this
@@ -88,13 +87,8 @@ class _Handover:
 
 
 class Failovers:
-    """Which R-worker takes over from which, of the holders in one ring.
-
-    Args:
-        circle: The ring's holders.
-        figures: Counts that all rings share.
-        link_figures: Counts of this ring's replicas.
-    """
+    """Which R-worker takes over from which, of the holders in one ring (``circle``). ``figures``:
+    Counts that all rings share."""
 
     def __init__(
         self,
@@ -180,11 +174,8 @@ class Failovers:
         return is_ready or holder in self.failing
 
     def lose(self, holder: HolderId, *, is_used: bool) -> bool:
-        """Record the loss of a holder. Return True if another R-worker can take over.
-
-        Args:
-            is_used: True if sequences are on it.
-        """
+        """Record the loss of a holder. Return True if another R-worker can take over. ``is_used``:
+        True if sequences are on it."""
         self.failing.pop(holder, None)
         failover = Failover(self._fleet.peer(holder), "", self._clock())
         if not self._has_second_copy(holder):

@@ -129,8 +129,8 @@ def _offer_as_kept(
 def _offer_halves(
     fleet: HolderPool, hello: Hello, welcomes: Mapping[HolderId, Welcome]
 ) -> dict[HolderId, Welcome]:
-    """Ask every R-worker that is present to offer half of its KV blocks (``replicate``). One whose
-    cache is resumed has offered half before, and keeps that."""
+    """Ask every R-worker that is present to offer half of its KV blocks. In the other half it keeps
+    its neighbour's replica. One whose cache is resumed has offered half before, and keeps that."""
     present = sorted(welcomes)
     if len(present) == 1 < len(fleet):
         return dict(welcomes)  # all others are lost, and it continues alone

@@ -59,8 +59,7 @@ class JoinedMoves:
         self._stocked: dict[HolderId, dict[bytes, int]] = {}  # of each member
         self._num_slots: dict[HolderId, int] = {}  # of members that have reported all
         self.stores: set[int] = set()  # jobs
-        self.news: deque[MoveNews] = deque()
-        """Joined reports that were not taken yet."""
+        self.news: deque[MoveNews] = deque()  # joined reports that were not taken yet
 
     def take(self, member: HolderId, news: MoveNews) -> dict[HolderId, set[bytes]]:
         """Take in a member's report. Return the blocks that members are to drop, since others
@@ -134,11 +133,7 @@ class _Asked:
 
 
 class CacheGroup:
-    """One holder of several members.
-
-    Args:
-        shards: What each member keeps. It may be known later (``begin``).
-    """
+    """One holder of several members. What each keeps may be known later (``begin``)."""
 
     def __init__(self, holder: HolderId, pool: WorkerPool, shards: Shards) -> None:
         self.holder: Final = holder

@@ -95,8 +95,7 @@ class _Due:
     since_s: float
     holder: HolderId
     message: Any  # what it is the answer to
-    num_answers: int
-    """Answers that the peer needs of others before it can give its own."""
+    num_answers: int  # answers that the peer needs of others before it can give its own
 
 
 class PendingReplies:

@@ -2,10 +2,9 @@
 of them are lost.
 
 The engine talks to **holders**, which are caches. The pool knows the **worker** that keeps each: a
-process at the end of one connection, by that connection's index. At first worker number i keeps
-holder number i; it may take over others' (``Placement``). A worker answers in the order in which
-it was asked. It is **lost**, with all its holders, when its connection breaks, when it sends
-``Failed``, when an answer is overdue, or when it sends an answer that it doesn't owe.
+process at the end of one connection, by that connection's index (``Placement``). A worker answers
+in the order in which it was asked. It is **lost**, with all its holders, when its connection
+breaks, when it sends ``Failed``, when an answer is overdue, or when it doesn't owe an answer.
 """
 
 from __future__ import annotations

@@ -81,8 +81,7 @@ class _Candidate:
     since_s: float  # when it was asked what it hasn't answered
     is_greeted: bool = False
     welcome: Welcome | None = None
-    makes_way: bool = False
-    """True if it is to give up its empty cache for the one that it is sent."""
+    makes_way: bool = False  # true if it is to give up its empty cache for the one that it is sent
     has_made_way: bool = False
 
 
@@ -96,12 +95,8 @@ class _Pause:
 
 
 class HubReplacements:
-    """Connects to replacements over a hub (``Replacements``).
-
-    Args:
-        deadlines: How long to keep looking when all are lost, and how long a greeted R-worker may
-            take.
-    """
+    """Connects to replacements over a hub (``Replacements``). ``deadlines``: How long to keep
+    looking when all are lost, and how long a greeted R-worker may take."""
 
     def __init__(self, hub: Places, hello: Hello, deadlines: Deadlines) -> None:
         self._hub = hub
@@ -280,7 +275,6 @@ class SpareHub:
     Args:
         hub: The whole hub. Behind R-workers there may be connections to other peers.
         num_spares: How many of the last R-workers are spare.
-        addresses: What R-workers call each other.
     """
 
     def __init__(

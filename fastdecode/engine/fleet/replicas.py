@@ -176,8 +176,11 @@ class Replicas:
         """Let neighbours, or replacements, serve the members that a holder lost, and ask all its
         members what they have. Return False if an R-worker is missing for one."""
         holder = order.holder
-        moved = self._moving(holder)
-        if moved is None or not all(self._ring_of[x].take_over(x) for x in moved):
+        moved, may_move = list(self._fleet.shards_of(holder)), True
+        if len(moved) > 1:  # some may have been lost while steps in flight ended
+            may_move = all(self._lose_members(holder, is_used=True))
+            moved = [x for x in moved if self._ring_of[x].is_moving(x)]
+        if not may_move or not all(self._ring_of[x].take_over(x) for x in moved):
             self.emptied(holder)
             return False
         self._fleet.resume(holder)
@@ -185,15 +188,6 @@ class Replicas:
         self._takeovers[holder] = _Takeover(moved, parts, order.keys)
         self._ask(holder, dict(zip(parts, order.num_tokens, strict=True)), order.keys)
         return True
-
-    def _moving(self, holder: HolderId) -> list[HolderId] | None:
-        """Return the members that others are to serve. None if no R-worker can."""
-        members = list(self._fleet.shards_of(holder))
-        if len(members) > 1:  # some may have been lost while steps in flight ended
-            if not all(self._lose_members(holder, is_used=True)):
-                return None
-            return [x for x in members if self._ring_of[x].is_moving(x)]
-        return members
 
     def _ask(self, holder: HolderId, num_tokens: Mapping[int, int], keys: Sequence[bytes]) -> None:
         """Ask all members what they have of each part, and which kept blocks."""
@@ -240,8 +234,7 @@ class Replicas:
 
         Args:
             vacant: Lost holders that nothing uses.
-            may_return: True if these are greeted again once their lost members have
-                replacements: the other members leave the rings before.
+            may_return: True if these are greeted again later: their members leave the rings before.
         """
         leaving: list[HolderId] = []
         for holder in vacant:
@@ -295,16 +288,14 @@ def replicate(
     clock: Clock = time.monotonic,
     circle: Sequence[HolderId] | None = None,
 ) -> tuple[dict[HolderId, Welcome], Replicas]:
-    """Ask every R-worker that is present to offer half of its KV blocks. In the other half it
-    keeps a replica of its neighbour's, once the replicas begin. Where R-workers without holders
-    keep the replicas, holders offer what these R-workers have room for.
+    """Ask every R-worker that is present to offer what leaves room for the replicas.
 
     Args:
         circle: The holders that have replicas. None for all. Others offer all that they have.
 
     Raises:
         ConfigError: If there is a single R-worker, or one lacks the memory or the disk.
-        WorkerError: If no member of a group that shares heads is left, or as ``offer_as_kept``.
+        WorkerError: If no member of a group that shares heads is left, or a keeper is lost.
     """
     circle = fleet.members.holders if circle is None else circle
     if isinstance(fleet, GroupPool):

@@ -40,8 +40,7 @@ class ReplicaState(Enum):
 
     NEW = "new"  # begun, but its keeper has reported nothing yet
     KEPT = "kept"
-    CAUGHT_UP = "caught up"
-    """It has had all that was cached at the end of some step."""
+    CAUGHT_UP = "caught up"  # it has had all that was cached at the end of some step
     ENDED = "ended"  # missing, or no longer kept up to date
 
 
@@ -120,24 +119,18 @@ class Ring:
             if wanted.get(holder) != keeper:
                 self._end(holder)
                 self.forget(holder)
-        self._give_up_silent()
-        gone = self._fleet.gone
-        self._dropping = {
-            pair: since_s for pair, since_s in self._dropping.items() if pair[1] not in gone
-        }
-        return not self._dropping
-
-    def _give_up_silent(self) -> None:
-        """Lose keepers that are to drop a replica, and hang. They owe no answer, so the pool
-        would not notice them while no step is in flight."""
-        deadlines, heard_s = self._deadlines, self._fleet.pending.heard_s
+        # Keepers that hang are lost here: they owe no answer, so the pool would not notice them
+        # while no step is in flight.
+        deadlines, heard_s, gone = self._deadlines, self._fleet.pending.heard_s, self._fleet.gone
         now = deadlines.begin_look()
         for (_, keeper), since_s in list(self._dropping.items()):
             end_s, reason = deadlines.end(since_s, heard_s(keeper))
-            if end_s <= now and keeper not in self._fleet.gone:
+            if end_s <= now and keeper not in gone:
                 error = WorkerError(f"{self._fleet.peer(keeper)} {reason}", code=TIMEOUT)
                 self._fleet.lose(keeper, error)
         deadlines.end_look()
+        self._dropping = {x: since_s for x, since_s in self._dropping.items() if x[1] not in gone}
+        return not self._dropping
 
     def is_closed_over(self, members: Sequence[HolderId]) -> bool:
         """Return True if these are the ring, or a loss is still to be reported (``lose``)."""

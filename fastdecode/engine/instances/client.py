@@ -49,7 +49,6 @@ class EngineClient:
 
     Args:
         name: What people call it: its address, for example.
-        send: Sends to it.
         welcome: Its answer to the greeting. None if it is not connected yet.
         room: The welcome of an instance like it, for as long as it is not connected.
     """
@@ -72,11 +71,9 @@ class EngineClient:
             self.broken = WorkerError(f"instance {name} is not connected yet")
         self.stranded: FastDecodeError | None = None
         """Why it runs nothing for now, though it lives."""
-        self.unsent: Exception | None = None
-        """Why a message could not be sent."""
+        self.unsent: Exception | None = None  # why a message could not be sent
         self.num_returns = self.num_steps = 0
-        self.quiet_s = 0.0
-        """Seconds without a message from it."""
+        self.quiet_s = 0.0  # seconds without a message from it
         self.stats = EngineStats()
         self._figures: EngineFigures | None = None
         self._num_live: int | None = None  # R-workers, as reported

@@ -123,8 +123,7 @@ class RunningCluster:
         WorkerError: If no instance answers.
     """
 
-    has_hung_r_workers = False
-    """Other processes' R-workers do not keep this one from ending."""
+    has_hung_r_workers = False  # other processes' R-workers do not keep this one from ending
 
     def __init__(
         self, config: EngineConfig, progress: Callable[[str], None] | None, inbox: Inbox
@@ -189,8 +188,7 @@ class RunningCluster:
         return sum(each.num_live_r_workers for each in self.engine.clients)
 
     def close(self) -> None:
-        """Say goodbye to the instances. Those that this process has started end. Safe to call
-        twice."""
+        """Say goodbye to instances, and end those that this process started. Safe to call twice."""
         self._opened.close()
 
 
@@ -224,10 +222,6 @@ def _spawn(
     """Start an instance of each role, with an even share of this host.
 
     They boot together, and load their models in turn: each takes its share of the memory.
-
-    Args:
-        tell: Called with a line for each step of their start.
-        opened: Ends them.
 
     Returns:
         Their names, their addresses, and the key of all connections with them.

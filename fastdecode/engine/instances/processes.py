@@ -60,12 +60,10 @@ class InstancePlace:
     """What an instance is, beside its engine's options."""
 
     role: InstanceRole
-    bind: str
-    """tcp://HOST:PORT, where controllers connect."""
+    bind: str  # tcp://HOST:PORT, where controllers connect
     export: str | None
     """Where others read the R-workers of this process. None for any free ports of the same host."""
-    key: str | None
-    """File with the cluster's key."""
+    key: str | None  # file with the cluster's key
     name: str
 
 

@@ -77,16 +77,14 @@ def welcome_of(line: InstanceLine, hello: InstanceHello, answer: FromInstance) -
     """Return an instance's welcome.
 
     Raises:
-        WorkerError: If it has refused, or has another model or version.
+        WorkerError: If it has refused, or has another model.
     """
     if isinstance(answer, Failed):
         raise WorkerError(f"{line.peer} has refused: {answer.message}", code=answer.code)
-    try:
-        if not isinstance(answer, InstanceWelcome):
-            raise ProtocolError(f"answered {type(answer).__name__} where its welcome was due")
-        compare_versions(f"instance {answer.name}", answer.version)
-    except ProtocolError as error:
-        raise WorkerError(f"{line.peer} {error.message}", code=error.code) from None
+    if not isinstance(answer, InstanceWelcome):
+        what = f"{line.peer} answered {type(answer).__name__} where its welcome was due"
+        raise WorkerError(what, code=ProtocolError.default_code)
+    compare_versions(f"instance {answer.name}", answer.version)
     if answer.model_hash != hello.model_hash:
         raise WorkerError(
             f"{line.peer} runs another model: start it with the same model directory",

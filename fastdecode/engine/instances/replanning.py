@@ -119,13 +119,7 @@ class Planner:
 
 class Replanner:
     """Watches a router's requests, and changes roles by what they took. Belongs to the router's
-    thread. Close it when done.
-
-    Args:
-        limits: Of the SLO.
-        token_bytes: K and V of a token, all layers.
-        tell: Called with a line for each finding.
-    """
+    thread. Close it when done. ``token_bytes``: K and V of a token, all layers."""
 
     def __init__(
         self, limits: str, router: Router, token_bytes: int, tell: Callable[[str], None]

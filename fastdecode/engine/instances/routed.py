@@ -20,13 +20,10 @@ from fastdecode.schedule.kept_prefixes import BlockChain
 class RequestStage(Enum):
     """Where a request is."""
 
-    QUEUED = "queued"
-    """No instance has it."""
+    QUEUED = "queued"  # no instance has it
     PREFILL = "prefill"
-    OFFERED = "offered"
-    """Its prompt is done, and waits for an instance that has room."""
-    WAITING = "waiting"
-    """It waits for an instance that runs its prompt and continues it."""
+    OFFERED = "offered"  # its prompt is done, and waits for an instance that has room
+    WAITING = "waiting"  # it waits for an instance that runs its prompt and continues it
     DECODE = "decode"
     OVER = "over"
 
@@ -38,21 +35,15 @@ class _Output:
     token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
     is_over: bool = False
-    kept_at: tuple[KVSource, ...] = ()
-    """Where its blocks may be read."""
+    kept_at: tuple[KVSource, ...] = ()  # where its blocks may be read
 
 
 @dataclass(eq=False)
 class InstanceRun:
-    """A request at an instance.
+    """A request at an instance."""
 
-    Args:
-        asked: What the instance was asked; its id is a name that no other run has.
-        instance: The instance's number.
-    """
-
-    asked: Request
-    instance: int
+    asked: Request  # its id is a name that no other run has
+    instance: int  # its number
     num_tokens: Counter[int] = field(default_factory=Counter)
     """Tokens and characters of each sequence from this run."""
     num_chars: Counter[int] = field(default_factory=Counter)
@@ -99,11 +90,9 @@ class RoutedRequest:
     listener: Listener | None
     job: DispatchJob
     stage: RequestStage = RequestStage.QUEUED
-    offering: InstanceRun | None = None
-    """Where its prompt is run, or kept."""
+    offering: InstanceRun | None = None  # where its prompt is run, or kept
     decoding: InstanceRun | None = None
-    sources: tuple[KVSource, ...] = ()
-    """Sources of its whole prompt."""
+    sources: tuple[KVSource, ...] = ()  # sources of its whole prompt
     borrowed: tuple[KVSource, ...] = ()
     """Sources of its prompt's first tokens, which another instance may keep."""
     failure: FastDecodeError | None = None
@@ -112,8 +101,7 @@ class RoutedRequest:
     prompt_blocks: BlockChain | None = None
     """Blocks of its prompt. None until kept ones are looked up."""
     arrived_s: float = field(default_factory=time.monotonic)
-    first_s: float | None = None
-    """When its first token came, and its last so far."""
+    first_s: float | None = None  # when its first token came, and its last so far
     last_s: float = 0.0
 
     def __post_init__(self) -> None:

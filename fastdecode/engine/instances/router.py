@@ -83,8 +83,7 @@ class Router:
             [DecodeReservations(each.num_tokens, each.max_sequences) for each in clients],
         )
         self._numbers = itertools.count()
-        self.by_request: dict[str, RoutedRequest] = {}
-        """The requests that aren't over."""
+        self.by_request: dict[str, RoutedRequest] = {}  # the requests that aren't over
         self.by_job: dict[int, RoutedRequest] = {}
         self.by_run: dict[str, tuple[RoutedRequest, InstanceRun]] = {}
         """What counts that instances say, by the runs' names."""
@@ -95,8 +94,7 @@ class Router:
         self.observe: Callable[[RoutedRequest], None] | None = None
         """Called when a request arrives, and when it is over."""
         self._broken: FastDecodeError | None = None
-        self.has_work = False
-        """Something has been reported since the last step."""
+        self.has_work = False  # something has been reported since the last step
         self.counts = EngineStats()
         """What only a router does: prompts handed over, requests moved, roles changed."""
         self._set_open()

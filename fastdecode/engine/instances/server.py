@@ -50,10 +50,8 @@ _LOOK_S: Final = 0.2
 class RequestLimits:
     """Limits of any request to an engine."""
 
-    vocab_size: int
-    """Token ids are below it."""
-    max_model_len: int
-    """Most tokens of prompt and completion together."""
+    vocab_size: int  # token ids are below it
+    max_model_len: int  # most tokens of prompt and completion together
 
     def check(self, request: Request) -> None:
         """Raise RequestError if the model cannot run it."""
@@ -122,13 +120,10 @@ class EngineServer:
         self._totals = totals
         self._outlets = {every: _Outlet(self, every_step=every) for every in (True, False)}
         self._figures: Mapping[str, Any] = {}
-        self._is_asked = False
-        """The engine is asked for figures, and has not answered."""
-        self._is_answered = False
-        """It has reported something that was not sent yet."""
+        self._is_asked = False  # the engine is asked for figures, and has not answered
+        self._is_answered = False  # it has reported something that was not sent yet
         self._due_s = 0.0
-        self._was_stranded = False
-        """It had no R-worker when it was asked last."""
+        self._was_stranded = False  # it had no R-worker when it was asked last
 
     def obey(self, message: ToEngine) -> None:
         """Do what the client asks. Raises FastDecodeError: If the engine takes no requests."""
@@ -240,8 +235,7 @@ class InstanceServer:
         self.service = service
         self._welcome = welcome
         self._controller: int | None = None
-        self._server: EngineServer | None = None
-        """Serves the present controller."""
+        self._server: EngineServer | None = None  # serves the present controller
         self._ready: EngineServer | None = None
         """The latest for which the engine is ready, and the latest that has sent the welcome."""
         self._welcomed: EngineServer | None = None
