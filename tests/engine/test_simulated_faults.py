@@ -241,7 +241,7 @@ class Trial:
         if self.replicas is None or not self.num_strikes:
             return
         replicas = self.replicas.rings[0]
-        for holder in filter(replicas.is_leaving, replicas.adopted):
+        for holder in sorted(replicas.handovers):
             if self.num_strikes and self.chance.random() < 0.02:
                 self.num_strikes -= 1
                 names = (fleet.peer(holder), f"r{holder}", f"r{self.network.last_started}")

@@ -259,9 +259,11 @@ class SpareConnection:
     def poll(self) -> FromRWorker | None:
         if not self.early:
             return self.inner.poll()
-        if isinstance(self.early[0], WorkerError):
-            raise self.early[0]  # by each later call, too
-        return self.early.popleft()
+        message = self.early[0]
+        if isinstance(message, WorkerError):
+            raise message  # by each later call, too
+        self.early.popleft()
+        return message
 
     def close(self) -> None:
         self.is_closed = True
