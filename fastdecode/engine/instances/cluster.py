@@ -157,7 +157,7 @@ class RunningCluster:
                 )
                 tell(f"instance {name}: {what}")
             self.engine = _make_router(self.spec, hub, names, welcomes)
-            inbox.registry = registry = Registry(
+            inbox.registry = self._registry = Registry(
                 hub,
                 self.engine,
                 hello,
@@ -169,7 +169,7 @@ class RunningCluster:
                 token_bytes = self.spec.kv_spec(self.identity.kv_dtype).token_bytes
                 replanner = Replanner(config.instances.replan_slo, self.engine, token_bytes, tell)
                 opened.callback(replanner.close)
-                registry.on_turn = replanner.look
+                self._registry.on_turn = replanner.look
             self._opened = opened.pop_all()
         self.load_s = time.perf_counter() - started
 
