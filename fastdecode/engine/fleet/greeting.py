@@ -1,4 +1,4 @@
-"""What a fleet's holders receive, answer and offer before the first step."""
+"""Greetings of a fleet's holders before the first step, and the KV blocks that they offer."""
 
 from __future__ import annotations
 

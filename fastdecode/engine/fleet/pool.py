@@ -116,7 +116,7 @@ class WorkerPool:
         self.pending: Final = PendingReplies(
             num_peers + num_relayed, Deadlines(timeout_s, silence_s, clock), self._heard_s
         )
-        """What workers owe, and when they last gave a sign of life, by their indices."""
+        """Answers that workers owe, and their last heartbeats, by their indices."""
         self._replications: list[tuple[int, ReplicationNews]] = []
         self._moves: list[tuple[int, MoveNews]] = []
         self.gone: Final = dict(absent or {})
@@ -143,7 +143,7 @@ class WorkerPool:
 
     @property
     def is_owed_at_once(self) -> bool:
-        """True if the device beside R-workers, which answers at once, owes an answer."""
+        """True if the device beside R-workers, which answers inside ``send``, owes an answer."""
         return False
 
     def hear_reports(self) -> None:

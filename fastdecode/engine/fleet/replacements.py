@@ -65,7 +65,7 @@ class Places(Protocol):
     def connections(self) -> Sequence[RConnection]: ...
 
     def reconnect(self, index: int) -> Any:
-        """Connect to a possible replacement. Its connection says whether it ``is_reached``.
+        """Connect to a possible replacement. The connection has ``is_reached``.
 
         Raises:
             FastDecodeError: If none can be reached now.
@@ -87,7 +87,7 @@ class _Candidate:
 
 @dataclass
 class _Pause:
-    """For how long no replacement of a lost R-worker is sought."""
+    """Pause in which no replacement of a lost R-worker is sought."""
 
     until_s: float = -math.inf
     length_s: float = RETRY_S / 2
@@ -250,7 +250,7 @@ class SpareConnection:
         self.address = address  # what R-workers call it
         self.is_closed = False
         self.early: deque[FromRWorker | WorkerError] = deque()
-        """What the hub has received of it before it was asked."""
+        """Messages that the hub received before the R-worker was needed."""
 
     @property
     def heard_s(self) -> float | None:
@@ -348,7 +348,7 @@ class SpareHub:
         self._indices[index] = next(i for i, x in self._spares.items() if x is connection)
 
     def given_up(self, lost: Collection[int]) -> set[int]:
-        """Return the indices in the whole hub of R-workers that are no longer used, those in
+        """Return the indices in the whole hub of R-workers that are not used any longer, those in
         ``lost`` places among them."""
         used = {index for place, index in enumerate(self._indices) if place not in lost}
         spare = {i for i, x in self._spares.items() if i not in self._indices and not x.is_closed}

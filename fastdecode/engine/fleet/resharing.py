@@ -123,7 +123,7 @@ def most_blocks(group: CacheGroup, hello: Hello) -> int:
 
 class Resharing:
     """Greets the remaining members of a lost group with other heads (``Replacements``). ``places``:
-    R-workers that may replace a member. None if there are none."""
+    R-workers that may replace a member, or None."""
 
     def __init__(
         self,
@@ -162,13 +162,13 @@ class Resharing:
 
     def keep_replicas(self, have_ended: Callable[[], bool]) -> HubReplacements | None:
         """Let members that share the heads again keep replicas, too. Return what replaces members.
-        ``have_ended``: Returns True once no neighbour can take over any more."""
+        ``have_ended``: Returns True once no neighbour can take over."""
         self._have_ended = have_ended
         self._limit()
         return self._places
 
     def look(self, lost: Iterable[int]) -> dict[int, Welcome]:
-        """Return the group's welcome once all members have answered, who may compile kernels."""
+        """Return the group's welcome once all members have answered. They may compile kernels."""
         if GROUP not in lost or not self._may_begin():
             return {}
         while self._welcome is None and self._num_left:

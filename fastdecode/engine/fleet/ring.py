@@ -57,7 +57,7 @@ class LinkOptions:
     """Options that all replication links share."""
 
     addresses: Sequence[str] | Mapping[HolderId, str]
-    """What R-workers call each other, by their holders; a replacement has its own."""
+    """Names under which R-workers reach each other, by their holders."""
     num_bytes: int  # most bytes in flight without an answer, per link
     timeout_s: float  # how long a neighbour may take to make room
     session: int  # secret of this run, in which holders were greeted
@@ -73,7 +73,7 @@ class LinkFigures:
     """Counts of what happened to the replicas of a ring."""
 
     num_rings: int = 0
-    """How often the ring was closed again, without a lost R-worker or with a replacement."""
+    """Times that the ring was closed again after a loss, or over a replacement."""
     unprotected_s: float = 0.0  # time in which some R-worker had no replica
     lags: Counter[int] = field(default_factory=Counter)
     """How often each lag was reported: steps begun since the one that a neighbour has, at most
@@ -96,7 +96,7 @@ class Ring:
         # copy while a neighbour serves it.
         self._keepers: dict[HolderId, HolderId] = {}
         self.states: dict[HolderId, ReplicaState] = {}
-        """Of the replicas of holders that are to have one, or had until they were lost."""
+        """State of each holder's replica, if it is to have one, or had until it was lost."""
         self._unprotected_since_s: float | None = None
         # When each replica that ends was to be dropped, by holder and keeper.
         self._dropping: dict[tuple[HolderId, HolderId], float] = {}

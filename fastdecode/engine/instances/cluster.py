@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 
 SAYS: Final = frozenset([*get_args(InstanceSays), Failed])
 _REACH_S: Final = 20.0
-"""For instances that are being started at the same time, and whose models are loaded."""
+"""Longest wait for instances that are started at the same time, and load their models."""
 CLOSING_S = 45.0  # how long instances may take to end, all together
 _BOOT: Final = (
     "from fastdecode.core.host.processes import end_with; end_with(int(given), 'an instance'); "
@@ -294,7 +294,7 @@ def _start(
 
 
 def failure_of(error: FastDecodeError) -> dict[str, Any]:
-    """Return an error as a spawned instance says it."""
+    """Return an error as a spawned instance reports it."""
     kinds = ("ConfigError", "ModelError", "CapacityError", "WorkerError", "FastDecodeError")
     kind = next(name for name in kinds if isinstance(error, getattr(errors, name)))
     words = [

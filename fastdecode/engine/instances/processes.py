@@ -57,7 +57,7 @@ Listening = Callable[[str, InstanceServer], None]
 
 @dataclass(frozen=True)
 class InstancePlace:
-    """What an instance is, beside its engine's options."""
+    """Options of an instance beside its engine's."""
 
     role: InstanceRole
     bind: str  # tcp://HOST:PORT, where controllers connect
@@ -305,7 +305,7 @@ def _check(config: EngineConfig, place: InstancePlace) -> None:
 
 
 def _welcome_of(running: RunningEngine, name: str, role: InstanceRole) -> InstanceWelcome:
-    """Return what an instance says of itself."""
+    """Return an instance's welcome."""
     identity, config = running.resolved.identity, running.resolved.config
     num_blocks = sum(each.num_blocks for each in running.welcomes)
     return InstanceWelcome(

@@ -52,7 +52,7 @@ class InstanceHub(Hub[ToInstance, FromInstance], Protocol):
 
 
 class Inbox(SimpleQueue[Callable[[], None]]):
-    """Calls for the router's thread, which hears instances while it waits for one."""
+    """Calls for the router's thread, which receives from instances while it waits for one."""
 
     registry: Registry | None = None
 
@@ -178,7 +178,7 @@ def hang_up(line: Any) -> None:
 
 
 class Registry:
-    """Hears instances, and tells the router what they say, which are lost, and which are back.
+    """Receives from instances, and reports output, losses and returns to the router.
 
     Args:
         hub: Its instances have been greeted.
@@ -216,7 +216,7 @@ class Registry:
         """Called in each turn, at least once a second."""
 
     def hear(self, most_s: float | None) -> None:
-        """Take in what one instance says, or what has become of one. Waits at most ``most_s``."""
+        """Take in one message or loss of an instance. Waits at most ``most_s``."""
         self.on_turn()
         for number, client in enumerate(self._router.clients):
             if client.unsent is not None and number not in self._lost:
@@ -285,8 +285,8 @@ class Registry:
             raise ProtocolError(f"an instance sent {type(message).__name__}, unasked")
 
     def _look_for_hung(self) -> None:
-        """Lose instances that live and say nothing: their engines report twice a second whenever
-        they come by. Only time in which this process listened counts."""
+        """Lose instances that live and send nothing: their engines report twice a second between
+        steps. Only time in which this process listened counts."""
         now_s = self._clock()
         passed_s, self._looked_s = min(now_s - self._looked_s, _LOOK_S), now_s
         for number, client in enumerate(self._router.clients):

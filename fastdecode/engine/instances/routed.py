@@ -18,7 +18,7 @@ from fastdecode.schedule.kept_prefixes import BlockChain
 
 
 class RequestStage(Enum):
-    """Where a request is."""
+    """Stage of a request."""
 
     QUEUED = "queued"  # no instance has it
     PREFILL = "prefill"
@@ -50,7 +50,7 @@ class InstanceRun:
     over: set[int] = field(default_factory=set)  # sequences
 
     def check(self, delta: Delta, spec: ModelSpec) -> None:
-        """Raise ProtocolError if an instance that runs this request can't say so."""
+        """Raise ProtocolError if an instance that runs this request can't have this output."""
         asked, index, tokens = self.asked, delta.index, delta.token_ids
         params, prompt = asked.params, asked.prompt_token_ids
         if index >= params.n:
@@ -101,7 +101,7 @@ class RoutedRequest:
     prompt_blocks: BlockChain | None = None
     """Blocks of its prompt. None until kept ones are looked up."""
     arrived_s: float = field(default_factory=time.monotonic)
-    first_s: float | None = None  # when its first token came, and its last so far
+    first_s: float | None = None  # when its first token arrived, and its last so far
     last_s: float = 0.0
 
     def __post_init__(self) -> None:

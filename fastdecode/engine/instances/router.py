@@ -96,7 +96,7 @@ class Router:
         self._broken: FastDecodeError | None = None
         self.has_work = False  # something has been reported since the last step
         self.counts = EngineStats()
-        """What only a router does: prompts handed over, requests moved, roles changed."""
+        """Counts of prompts handed over, requests moved and roles changed."""
         self._set_open()
 
     @property
@@ -187,10 +187,10 @@ class Router:
         for routed in list(self.by_request.values()):
             self._fail(routed, error)
 
-    # What instances say, and what becomes of them.
+    # Output of instances, and their losses.
 
     def arrived(self, client: EngineClient, deltas: Iterable[Delta]) -> None:
-        """Take in what an instance says of its requests. All of its tokens are reported before
+        """Take in an instance's output of its requests. All of its tokens are reported before
         anything is made of them.
 
         Raises:
@@ -317,7 +317,7 @@ class Router:
             self._do(self.dispatcher.returned(routed.job))
 
     def _check_waiting(self) -> None:
-        """Fail requests that no instance decodes yet, and that fit on none any more."""
+        """Fail requests that no instance decodes yet, and that no longer fit on any."""
         for routed in list(self.by_request.values()):
             if routed.stage is not RequestStage.DECODE:
                 try:
@@ -387,7 +387,7 @@ class Router:
             self._failed(routed, run, error)
 
     def _end(self, routed: RoutedRequest) -> None:
-        """Forget a request that is over, or not wanted any more."""
+        """Forget a request that is over, or no longer wanted."""
         self._leave(routed)
         del self.by_request[routed.request.request_id], self.by_job[routed.job.job_id]
 
