@@ -126,12 +126,8 @@ class Failovers:
         self, found: Mapping[int, Welcome], is_used: Callable[[HolderId], bool]
     ) -> list[HolderId]:
         """Advance handovers. Return holders that are to leave the neighbours that serve them,
-        since those that have come in their places have caught up.
-
-        Args:
-            found: R-workers that wait, by the places that they may take.
-            is_used: Tells whether any sequence is on a holder.
-        """
+        since those that wait in their places (``found``) have caught up. ``is_used``: Returns True
+        if any sequence is on a holder."""
         return [holder for holder in self.adopted if self._advance(holder, found, is_used)]
 
     def _advance(

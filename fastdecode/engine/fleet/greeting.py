@@ -52,11 +52,8 @@ def greet(
 
 def use_tiers(fleet: HolderPool, identity: str, holders: Iterable[HolderId]) -> tuple[int, int]:
     """Open the lower tiers of these holders, and later of their replacements. Wait until all have
-    reported; the reports stay in the fleet's moves.
-
-    Returns:
-        How many blocks they have room for, and how many they have, in all.
-    """
+    reported; the reports stay in the fleet's moves. Return the blocks that they have room for, and
+    that they have, in all."""
     fleet.tier = UseTier(identity)
     for holder in holders:
         fleet.open_tier(holder)
@@ -142,12 +139,8 @@ def _offer_halves(
 
 def limits(num_blocks: Mapping[HolderId, int], num_workers: int) -> dict[int, int]:
     """Return the most KV blocks that each R-worker may offer when it is greeted later: what it has
-    offered, or the smallest offer if it was absent. Return no limits if all were.
-
-    Args:
-        num_blocks: What holders that were present have offered.
-        num_workers: How many of the first holders are R-workers.
-    """
+    offered, or the smallest offer if it was absent. Return no limits if all were. ``num_workers``:
+    Number of R-workers, which are the first holders."""
     offered = {index: num_blocks.get(HolderId(index), 0) for index in range(num_workers)}
     least = min(filter(None, offered.values()), default=0)
     return {index: number or least for index, number in offered.items()} if least else {}

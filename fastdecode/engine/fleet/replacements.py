@@ -332,11 +332,8 @@ class SpareHub:
             return place, message
 
     def reconnect(self, index: int) -> SpareConnection:
-        """Return the connection to a spare R-worker, which takes that place.
-
-        Raises:
-            ConfigError: If none is left.
-        """
+        """Return the connection to a spare R-worker, which takes that place. Raises ConfigError: If
+        none is left."""
         if not self._left:
             raise ConfigError("no spare R-worker is left")
         spare = self._left.popleft()

@@ -47,11 +47,8 @@ def share_out_heads(members: WorkerPool, hello: Hello) -> dict[HolderId, Shard]:
 
 
 def share_heads(num_q_heads: int, num_kv_heads: int, num_workers: int) -> list[HeadShare]:
-    """Return shares as even as whole KV heads allow.
-
-    Raises:
-        ConfigError: If there are fewer KV heads than R-workers.
-    """
+    """Return shares as even as whole KV heads allow. Raises ConfigError: If there are fewer KV
+    heads than R-workers."""
     if num_workers > num_kv_heads:
         raise ConfigError(
             f"{num_workers} R-workers can't share {num_kv_heads} KV heads: start {num_kv_heads} at "
@@ -111,10 +108,7 @@ def _begin_again(fleet: GroupPool) -> None:
 def most_blocks(group: CacheGroup, hello: Hello) -> int:
     """Return the most blocks that each member of a group may offer, which has just been greeted, so
     that it has room for its neighbour's replica. 0, for all blocks, if there is a single member.
-
-    Raises:
-        ConfigError: If there isn't the memory.
-    """
+    Raises ConfigError: If there isn't the memory."""
     if len(group.shards) < 2:
         return 0
     blocks = [welcome.num_blocks for welcome in group.welcomes.values()]

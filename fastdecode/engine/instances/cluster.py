@@ -329,11 +329,8 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def connect(addresses: Sequence[str], key: ClusterKey | None, silence_s: float) -> ZmqHub:
-    """Return connections to instances at addresses.
-
-    Raises:
-        ConfigError: If one is not an address, or needs a key.
-    """
+    """Return connections to instances at addresses. Raises ConfigError: If one is not an address,
+    or needs a key."""
     from fastdecode.wire.zmq.hub import ZmqHub
 
     class AddressHub(ZmqHub):
@@ -394,11 +391,8 @@ def _make_router(
 def _common(
     config: EngineConfig, wanted: Identity, welcomes: Mapping[int, InstanceWelcome]
 ) -> Identity:
-    """Return what is the same of all instances.
-
-    Raises:
-        ConfigError: If they don't fit together, or this process means something else.
-    """
+    """Return what is the same of all instances. Raises ConfigError: If they don't fit together, or
+    this process means something else."""
     found = {number: identity_of(welcome) for number, welcome in welcomes.items()}
     first = next(iter(found.values()))
     if any(identity != first for identity in found.values()):

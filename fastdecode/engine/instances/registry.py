@@ -74,11 +74,7 @@ def identity_of(welcome: InstanceWelcome) -> Identity:
 
 
 def welcome_of(line: InstanceLine, hello: InstanceHello, answer: FromInstance) -> InstanceWelcome:
-    """Return an instance's welcome.
-
-    Raises:
-        WorkerError: If it has refused, or has another model.
-    """
+    """Return an instance's welcome. Raises WorkerError: If it refused, or has another model."""
     if isinstance(answer, Failed):
         raise WorkerError(f"{line.peer} has refused: {answer.message}", code=answer.code)
     if not isinstance(answer, InstanceWelcome):
@@ -141,11 +137,8 @@ def greet(
     unreached: Mapping[int, WorkerError],
     clock: Clock = time.monotonic,
 ) -> tuple[dict[int, InstanceWelcome], dict[int, WorkerError]]:
-    """Say hello to all instances but the ``unreached``.
-
-    Returns:
-        The welcomes of those that answer within ``patience_s``, and the failures of others.
-    """
+    """Say hello to all instances but the ``unreached``. Return the welcomes of those that answer
+    within ``patience_s``, and the failures of others."""
     every = [Greeting(line, hello) for line in hub.connections]
     for number, why in unreached.items():
         every[number].failure = why

@@ -240,11 +240,8 @@ class Router:
         self.dispatch()
 
     def set_role(self, name: str, role: InstanceRole) -> None:
-        """Change what an instance is given. It continues what it has.
-
-        Raises:
-            ConfigError: If no instance has that name.
-        """
+        """Change what an instance is given. It continues what it has. Raises ConfigError: If no
+        instance has that name."""
         found = [each for each in self.clients if each.name == name]
         if not found:
             names = ", ".join(each.name for each in self.clients)
