@@ -191,11 +191,12 @@ class Replicas:
 
     def _ask(self, holder: HolderId, num_tokens: Mapping[int, int], keys: Sequence[bytes]) -> None:
         """Ask all members what they have of each part, and which kept blocks."""
-        takeover = self._takeovers[holder]
+        takeover, is_in_file = self._takeovers[holder], DISK in self._options.keepers.values()
         takeover.asked, takeover.asked_keys = num_tokens, keys
         ids = np.array([*num_tokens], np.int64)
-        counts = np.array([*num_tokens.values()], np.int32)
-        self._fleet.send(holder, TakeOver(self._options.session, ids, counts, keys=words_of(keys)))
+        counts, words = np.array([*num_tokens.values()], np.int32), words_of(keys)
+        order = TakeOver(self._options.session, ids, counts, keys=words, is_in_file=is_in_file)
+        self._fleet.send(holder, order)
 
     def taken_over(self, holder: HolderId, answer: TakenOver) -> events.TakenOver | None:
         """Take in the answer of all members of a holder. Return None if some have to forget

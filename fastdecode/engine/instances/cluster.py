@@ -84,7 +84,7 @@ def make_service(
     trace: Trace | None,
     times: MeasuredTimes | None,
     session: Session | None,
-) -> EngineService[Any]:
+) -> EngineService:
     """Return the service that runs requests as it was configured (``LLM``). It isn't open yet.
 
     Raises:

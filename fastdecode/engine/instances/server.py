@@ -106,7 +106,7 @@ class EngineServer:
 
     def __init__(
         self,
-        service: EngineService[Any],
+        service: EngineService,
         limits: RequestLimits,
         figures: Callable[[Any], Mapping[str, Any]],
         wake: Callable[[], None],
@@ -225,7 +225,7 @@ class InstanceServer:
     def __init__(
         self,
         listener: Any,
-        service: EngineService[Any],
+        service: EngineService,
         welcome: InstanceWelcome,
         *,
         only_once: bool = False,
