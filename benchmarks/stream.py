@@ -234,7 +234,7 @@ def serve_zmq(directory: Path) -> None:
 
 def mpi_rank(way: str, out: Path, rounds: int) -> None:
     from fastdecode.wire.mpi.job import join, leave
-    from fastdecode.wire.mpi.ranks import S_RANK, StageRanks
+    from fastdecode.wire.ranks import S_RANK, StageRanks
 
     job = join()
     from fastdecode.wire.mpi.connection import MPI

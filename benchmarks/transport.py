@@ -177,7 +177,7 @@ def serve(connection: Any, raw: Raw) -> None:
 
 def mpi_rank(transport: str, out: Path) -> None:
     from fastdecode.wire.mpi.job import join, leave
-    from fastdecode.wire.mpi.ranks import S_RANK, StageRanks
+    from fastdecode.wire.ranks import S_RANK, StageRanks
 
     job = join()
     from fastdecode.wire.mpi.hub import connect_stage, r_worker_hub

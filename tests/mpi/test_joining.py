@@ -119,7 +119,7 @@ import torch
 from fastdecode.core.config.s_part import SPart
 from fastdecode.engine.setup.ranks import meet_ranks
 from fastdecode.wire.mpi.job import join
-from fastdecode.wire.mpi.ranks import StageRanks
+from fastdecode.wire.ranks import StageRanks
 if join().rank == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
 config = Values(s_part=SPart(tp=2), cluster=Values(worker_timeout_s=60.0))

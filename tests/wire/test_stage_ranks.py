@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.mpi.ranks import StageRanks
+from fastdecode.wire.ranks import StageRanks
 
 
 def r_workers(num_stages: int, num_ranks: int, tp: int = 1) -> list[list[int]]:

@@ -42,7 +42,7 @@ from fastdecode.text.codec import TextCodec
 from fastdecode.wire.instances import InstanceHello, InstanceSays, InstanceWelcome, ToInstance
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
 from fastdecode.wire.mpi.job import join
-from fastdecode.wire.mpi.ranks import InstanceRanks, link_address
+from fastdecode.wire.ranks import InstanceRanks, link_address
 
 if TYPE_CHECKING:
     from fastdecode.wire.mpi.connection import MpiJob

@@ -31,13 +31,13 @@ from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.setup.resolve import resolve_for_this_host
 from fastdecode.wire.instances import InstanceWelcome, ToInstance
 from fastdecode.wire.messages import Failed
-from fastdecode.wire.mpi.ranks import S_RANK, RankRole, launched_size, local_rank, local_size
+from fastdecode.wire.ranks import S_RANK, RankRole, launched_size, local_rank, local_size
 from fastdecode.wire.traits import Role
 from rworker.transfers.export_server import ExportServers, RankExports
 
 if TYPE_CHECKING:
     from fastdecode.wire.mpi.connection import MpiJob
-    from fastdecode.wire.mpi.ranks import InstanceRanks
+    from fastdecode.wire.ranks import InstanceRanks
     from fastdecode.wire.zmq.hub import ZmqListener
     from fastdecode.wire.zmq.keys import ClusterKey
 

@@ -26,7 +26,7 @@ from fastdecode.core.errors import (
     WorkerError,
 )
 from fastdecode.core.host.processes import python_command
-from fastdecode.wire.mpi.ranks import launched_size, without_launcher
+from fastdecode.wire.ranks import launched_size, without_launcher
 from fastdecode.wire.zmq.keys import ClusterKey
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from fastdecode.wire.buffers import BufferPool, in_one_array
 from fastdecode.wire.codec import ALIGNMENT, MAX_BODY_BYTES, Array
 from fastdecode.wire.messages import Failed, Message
 from fastdecode.wire.mpi.job import load_mpi
-from fastdecode.wire.mpi.ranks import S_RANK
+from fastdecode.wire.ranks import S_RANK
 from fastdecode.wire.transport import CLOSED, TIMEOUT, ReceiveT, SendT, closed_error, unreadable
 from fastdecode.wire.waiting import look_until_found
 

@@ -14,7 +14,7 @@ from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.wire.codec import Array, Codec, kind_of
 from fastdecode.wire.messages import Failed, FromRWorker, Greeting, Message, ToRWorker
 from fastdecode.wire.mpi.connection import MpiConnection, MpiJob
-from fastdecode.wire.mpi.ranks import S_RANK, StageRanks, link_address
+from fastdecode.wire.ranks import S_RANK, StageRanks, link_address
 from fastdecode.wire.stages import FromStage, StageMessage, stage_name
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import PeerLostError, ReceiveT, SendT, closed_error, timeout_error

@@ -36,7 +36,7 @@ from fastdecode.core.errors import (
     WorkerError,
     imports_for,
 )
-from fastdecode.wire.mpi.ranks import S_RANK, launched_rank, launched_size, local_size
+from fastdecode.wire.ranks import S_RANK, launched_rank, launched_size, local_size
 
 if TYPE_CHECKING:
     from fastdecode.wire.mpi.connection import MpiJob
