@@ -237,8 +237,7 @@ def mpi_rank(way: str, out: Path, rounds: int) -> None:
     from fastdecode.wire.ranks import S_RANK, StageRanks
 
     job = join()
-    from fastdecode.wire.mpi.connection import MPI
-    from fastdecode.wire.mpi.hub import connect_stage, r_worker_hub
+    from fastdecode.wire.mpi.hub import MPI, connect_stage, r_worker_hub
     from rworker.host import make_worker
     from rworker.worker import serve
 

@@ -79,7 +79,7 @@ class Raw(Protocol):
 
 class RawMpi:
     def __init__(self, job: Any, ranks: list[int]) -> None:
-        from fastdecode.wire.mpi.connection import MPI
+        from fastdecode.wire.mpi.hub import MPI
 
         self._mpi, self._job, self._ranks = MPI, job, ranks
 

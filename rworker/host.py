@@ -15,7 +15,7 @@ from rworker.serving_terms import ANYBODY_ONCE, ServingTerms
 from rworker.tiers.disk import Disk, disk_of
 
 if TYPE_CHECKING:
-    from fastdecode.wire.mpi.connection import MpiJob
+    from fastdecode.wire.mpi.hub import MpiJob
     from fastdecode.wire.ranks import InstanceRanks
     from rworker.attention import AttentionExecutor
     from rworker.state import RWorkerState

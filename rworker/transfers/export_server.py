@@ -24,7 +24,7 @@ from fastdecode.wire.transport import CLOSED, Connection, Hub, PeerLostError
 from rworker.transfers.neighbours import NeighbourConnection, Neighbours
 
 if TYPE_CHECKING:
-    from fastdecode.wire.mpi.connection import MpiJob
+    from fastdecode.wire.mpi.hub import MpiJob
     from fastdecode.wire.zmq.hub import ZmqHub
     from fastdecode.wire.zmq.keys import ClusterKey
 

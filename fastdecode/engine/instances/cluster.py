@@ -45,7 +45,7 @@ from fastdecode.wire.mpi.job import join
 from fastdecode.wire.ranks import InstanceRanks, link_address
 
 if TYPE_CHECKING:
-    from fastdecode.wire.mpi.connection import MpiJob
+    from fastdecode.wire.mpi.hub import MpiJob
     from fastdecode.wire.zmq.hub import ZmqHub
     from fastdecode.wire.zmq.keys import ClusterKey
 

@@ -36,7 +36,7 @@ from fastdecode.wire.traits import Role
 from rworker.transfers.export_server import ExportServers, RankExports
 
 if TYPE_CHECKING:
-    from fastdecode.wire.mpi.connection import MpiJob
+    from fastdecode.wire.mpi.hub import MpiJob
     from fastdecode.wire.ranks import InstanceRanks
     from fastdecode.wire.zmq.hub import ZmqListener
     from fastdecode.wire.zmq.keys import ClusterKey

@@ -34,7 +34,7 @@ from sworker.ranks.sharding import Shard
 from sworker.swap.swapped import SwappedKV
 
 if TYPE_CHECKING:
-    from fastdecode.wire.mpi.connection import MpiJob
+    from fastdecode.wire.mpi.hub import MpiJob
 
 
 def check_launched(s_part: SPart, *, has_r_workers: bool = True) -> None:
