@@ -83,7 +83,7 @@ _PUMP_RESTS_IN_WAIT_AFTER_S: Final = 0.01
 class MpiConnection(Generic[SendT, ReceiveT]):
     """A connection to another rank; see ``fastdecode.wire.transport.Connection``."""
 
-    hub: MpiHub[SendT, ReceiveT] = None  # type: ignore[assignment]  # until a hub claims it
+    hub: Any = None  # the ``MpiHub`` that has claimed it
     index: int | None = None  # its place in the hub; None if the hub doesn't receive from it
     greeting: type[Message] | None = None  # the peer's first, if that made the connection
     is_open = True  # false once this side has closed it, or its end was received
@@ -111,7 +111,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
 
     def send(self, message: SendT | Failed) -> None:
         with self.job.lock:
-            frame = self.hub.codec.encode(message)  # type: ignore[arg-type]
+            frame = self.hub.codec.encode(message)
             self.job.let_go()
             if self.is_closed or self.is_gone:
                 raise closed_error(self.peer, by_peer=not self.is_closed)
@@ -129,19 +129,20 @@ class MpiConnection(Generic[SendT, ReceiveT]):
                 raise closed_error(self.peer, by_peer=True)
         self.hub.on_left()
 
-    def receive(self, timeout_s: float | None = None) -> ReceiveT:
+    def receive(self, timeout_s: float | None = None) -> Any:
         return self.hub.wait(self._poll, timeout_s, [self])
 
-    def poll(self) -> ReceiveT | None:
+    def poll(self) -> Any:
         try:
             return self._poll()
         finally:
             self.hub.on_left()
 
-    def _poll(self) -> ReceiveT | None:
+    def _poll(self) -> Any:
         with self.job.lock:
             if self.is_closed:
                 raise closed_error(self.peer, by_peer=False)
+            self.job.let_go()
             while (message := self.take()) is None and self.job.take_in():
                 pass
             return message
@@ -163,7 +164,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             self.job.hanging.add(self.rank)
         self.close()
 
-    def take(self) -> ReceiveT | None:
+    def take(self) -> Any:
         """Return the next message if all of it is here.
 
         Raises:
@@ -175,10 +176,10 @@ class MpiConnection(Generic[SendT, ReceiveT]):
                 if is_head:
                     self._head = piece
                 elif self._head is None:
-                    return self.hub.codec.decode(piece)  # type: ignore[return-value]
+                    return self.hub.codec.decode(piece)
                 else:
                     head, self._head = self._head, None
-                    return self.hub.codec.decode(head, piece)  # type: ignore[return-value]
+                    return self.hub.codec.decode(head, piece)
         except MPI.Exception as error:
             self.job.on_error(error, self.rank)
             self._drop_inbox()
