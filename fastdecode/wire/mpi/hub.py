@@ -575,8 +575,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
         connection.note_ready()
 
     def wake(self) -> None:
-        """Have the thread that waits in ``receive_any``, or does so next, look up, as if its time
-        were over; any thread."""
+        """End the current or next wait in ``receive_any`` as if its time were over. Thread-safe."""
         if self._woken is not None:
             self._woken.set()
 

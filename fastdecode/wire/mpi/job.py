@@ -196,8 +196,7 @@ def watch_joining(ranks: Collection[int], *, num_here: int = 0) -> Iterator[None
 
 
 def before_ending(act: Callable[[int], object]) -> None:
-    """Have ``act(exit_code)`` called before this process ends the job in the middle of something,
-    in a thread of its own."""
+    """Call ``act(exit_code)`` in another thread before this process ends the job unexpectedly."""
     _last_acts.append(act)
 
 
@@ -264,7 +263,7 @@ def _end_job(why: str) -> NoReturn:
 
 
 def _end_ranks(code: int) -> None:
-    """Have the launcher end all ranks."""
+    """Ask the launcher to end all ranks."""
     if (found := launcher()) is not None:
         time.sleep(_FORWARDED_WITHIN_S)  # what the launcher hasn't forwarded by then is lost
         with contextlib.suppress(psutil.Error):

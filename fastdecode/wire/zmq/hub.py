@@ -89,7 +89,7 @@ _ROLES: Final[dict[type[Message] | None, Role]] = {
     ReadBlocks: Role.READER,
     InstanceHello: Role.CONTROLLER,
 }
-"""Of peers, by the kind of their first message. ``Hello`` says its own."""
+"""Roles of peers, by the kind of their first message. ``Hello`` names its own."""
 
 
 class ZmqConnection:
@@ -278,7 +278,7 @@ class SocketHub:
                     zmq.zmq_poll(items, max(1, int(1000 * min(remaining_s, _SLICE_S))))
 
     def wake(self) -> None:
-        """Have the thread that waits in ``receive_any``, or does so next, look up; any thread."""
+        """End the current or next wait in ``receive_any``. Thread-safe."""
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
