@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
         choices = [str(each) for each in action.choices or ()]
         near = difflib.get_close_matches(str(value), choices, 1, _LIKENESS)
         if near and str(value) not in choices:
-            hint = f"did you mean {near[0]}?"
+            hint = f"did you mean {near[0]}? (choose from {', '.join(choices)})"
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}: {hint}")
         super()._check_value(action, value)
 
