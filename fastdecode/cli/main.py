@@ -29,7 +29,7 @@ from fastdecode.core.files import open_output, write_whole
 from fastdecode.core.os_errors import explained
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED
 from fastdecode.wire.mpi import job as mpi_job
-from fastdecode.wire.mpi.ranks import launched_size, stop_on_request
+from fastdecode.wire.ranks import launched_size, stop_on_request
 
 _NEW_OBJECTS: Final = 10_000  # between two garbage collections
 
@@ -163,7 +163,7 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
         # The command has done nothing: 3 is for a request among others.
         return 2 if isinstance(error, (RequestError, CapacityError)) else error.exit_code
     except KeyboardInterrupt:
-        tell(f"fastdecode {args.command}: interrupted; what was done is in the output")
+        tell(f"fastdecode {args.command}: interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of stdout has closed it.
