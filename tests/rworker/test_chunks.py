@@ -103,8 +103,9 @@ def test_copies_come_before_what_arrives() -> None:
 
 
 def test_what_blocks_held_before_is_not_in_a_chunk() -> None:
-    """Caches hold other requests' words."""
-    used, clean = Memory(STREAM_KV), Memory(STREAM_KV)
+    """Caches hold other requests' words, and so does the memory that chunks are read into."""
+    kv = replace(STREAM_KV, head_dim=13)  # rows end within a multiple of 64 bytes
+    used, clean = Memory(kv), Memory(kv)
     for memory in (used, clean):
         memory.pool[:] = 0
     used.fill(dict.fromkeys(range(10), 60), seed=9)
@@ -112,12 +113,14 @@ def test_what_blocks_held_before_is_not_in_a_chunk() -> None:
         used.books.close(Close(sequence))
     for memory in (used, clean):
         memory.fill({0: 20, 1: 5}, seed=8)
-    shape = ChunkShape.whole(STREAM_KV, ChunkForm.TOKENS, 5)
+    shape = ChunkShape.whole(kv, ChunkForm.TOKENS, 5)
     one, other = (
         memory.read(ReadChunk(HolderId(0), shape, memory.places(ChunkForm.TOKENS, 1, 0, 5)))
         for memory in (used, clean)
     )
     assert one.any() and one.tobytes() == other.tobytes()
+    (start, stop), _ = shape.gaps
+    assert start < stop and not one[start:stop].any()
 
 
 # Files.

@@ -62,13 +62,13 @@ def test_a_replica_is_its_cache_bit_for_bit(
 
 def test_a_decode_step_is_one_chunk() -> None:
     owner = Memory(KV, 200)
-    owner.fill({i: 5 + i % 3 for i in range(12)}, seed=1)
+    owner.fill({i: 5 + i % 4 for i in range(12)}, seed=1)
     mirror = Mirror(HolderId(0), owner.books, owner)
     while (message := mirror.next()) is not None:
         if not isinstance(message, UNANSWERED):
             mirror.take(Accepted(message.sequence_id))
     assert mirror.is_whole
-    begin = step_of(*[(i, 5 + i % 3, 1) for i in range(12)], queries=[0] * 12)
+    begin = step_of(*[(i, 5 + i % 4, 1) for i in range(12)], queries=[0] * 12)
     owner.books.begin_step(begin)
     assert mirror.next() is None, "not before it is in every layer"
     for layer in range(KV.num_layers):
