@@ -138,7 +138,7 @@ class RunningCluster:
             self.engine = _make_router(self.spec, reached, welcomes)
             timeout_s = config.cluster.worker_timeout_s
             inbox.registry = self._registry = Registry(
-                reached.hub, self.engine, hello, self.identity, timeout_s,
+                reached.hub, self.engine, hello, identity_of(self.welcomes[0]), timeout_s,
                 may_return=reached.may_return,
             )  # fmt: skip
             if config.instances.replan_slo is not None:
@@ -277,7 +277,7 @@ def _make_router(
         clients,
         spec,
         batch_tokens=min(room.batch_tokens for room in rooms),
-        block_size=max(room.block_size for room in rooms),
+        block_size=any_of_them.block_size,
     )
 
 
@@ -289,17 +289,17 @@ def _common(
     Raises:
         ConfigError: If they don't fit together, or this process means something else.
     """
-    found = {number: identity_of(welcome) for number, welcome in welcomes.items()}
-    first = next(iter(found.values()))
-    if any(identity != first for identity in found.values()):
+    first, _ = identity_of(next(iter(welcomes.values())))
+    if len(set(map(identity_of, welcomes.values()))) > 1:
         told = "; ".join(
-            f"{welcomes[i].name}: {x.dtype.value}, KV {x.kv_dtype.value}, {x.max_model_len} tokens"
-            for i, x in found.items()
+            f"{x.name}: {x.dtype.value}, KV {x.kv_dtype.value} in blocks of {x.block_size}, "
+            f"{x.max_model_len} tokens"
+            for x in welcomes.values()
         )
         raise ConfigError(
             Given("instances"),
             f" name instances that can't go on with each other's requests ({told}): start them "
-            "with the same dtype, kv_dtype and max_model_len",
+            "with the same dtype, kv_dtype, block_size and max_model_len",
         )
     if first.max_model_len != wanted.max_model_len:
         raise ConfigError(
