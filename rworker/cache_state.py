@@ -31,7 +31,6 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.traits import Role
 from rworker.blocks.appending import Appended, past_of
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES, KVStore
-from rworker.blocks.moving import Moving
 from rworker.checks import check_arrays, check_counts, checked_keys
 from rworker.stream.arriving_sequences import ArrivingSequences
 
@@ -129,8 +128,6 @@ class CacheState:
         self.store = KVStore(num_blocks, hello.kv.block_size, max_sequences=max_sequences)
         self.arrivals = ArrivingSequences(hello.kv)
         """Sequences of which tokens will arrive as chunks."""
-        self.moving = Moving(self.store)
-        """Cached blocks that are moved."""
         self._carrier = hello.activation_dtype.carrier
         self.steps = OpenSteps(hello.kv.num_layers)
 

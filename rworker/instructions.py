@@ -14,10 +14,18 @@ from cpu_kernels import BlockLayout
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import AttentionSpec
-from fastdecode.wire.blocks import Fetch, FetchChunk, ReadBlocks, Retain, StoreChunk
+from fastdecode.wire.blocks import (
+    Done,
+    Fetch,
+    FetchChunk,
+    ReadBlocks,
+    Retain,
+    StoreChunk,
+    words_of,
+)
 from fastdecode.wire.messages import Activations, FromRWorker
 from rworker.stream.changes import Change
-from rworker.tiers.lower_tier import MoveJob
+from rworker.tiers.tier import MoveJob
 
 if TYPE_CHECKING:
     from rworker.cache_state import CacheState
@@ -242,6 +250,20 @@ class MoveBlocks:
     books: CacheState
     move: MoveJob
     message: Retain | Fetch
+
+    def end(
+        self,
+        num_bytes: int = 0,
+        seconds: float = 0.0,
+        faults: tuple[int, int, int, int] = (0, 0, 0, 0),
+        reason: str = "",
+    ) -> Done:
+        """End the job, and return the report. ``reason``: why all of it has failed, if it has."""
+        keys, failed = self.move.keys, self.move.failed
+        places = range(len(keys)) if reason else sorted(failed)
+        self.books.store.cached.end(self.move.number, places)
+        missing, at = words_of([keys[place] for place in places]), (self.holder, self.move.number)
+        return Done(*at, missing, num_bytes, seconds, *faults, reason=reason)
 
 
 @dataclass(frozen=True)

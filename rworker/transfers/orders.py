@@ -67,7 +67,7 @@ def read_blocks(
             continue
         check_read(hello, message)
         sizes = zip(keys, message.num_tokens.tolist(), strict=True)
-        there = [cached.num_tokens(key, hello.kv.block_size) == size for key, size in sizes]
+        there = [cached.num_tokens(key) == size for key, size in sizes]
         if any(there):
             is_there, counts = np.array(there, np.uint8), message.num_tokens[there]
             places = cached.of_keys(itertools.compress(keys, there)).astype(np.int64)
@@ -93,11 +93,11 @@ def about_tier(
     books = cache.books
     match message:
         case UseTier():
-            if books.moving:
+            if books.store.cached.jobs:
                 raise ProtocolError("the lower tier is in use")
             return (OpenTier(number, cache.holder, message.identity),)
         case Retain() | Fetch():
-            move = books.moving.begin(message)
+            move = books.store.cached.begin(message)
             return (MoveBlocks(number, cache.holder, books, move, message),)
         case Forget():
             return (DropStored(cache.holder, tuple(checked_keys(message.keys))),)
