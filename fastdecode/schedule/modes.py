@@ -10,7 +10,7 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.config.groups import Batching
 from fastdecode.core.holders import HolderId
 from fastdecode.schedule.admission.by_forecast import ByForecast, stabilizing_gain
-from fastdecode.schedule.admission.policies import Admission, FixedF, Greedy, Synchronized
+from fastdecode.schedule.admission.policies import Admission, FixedF, Synchronized
 from fastdecode.schedule.admission.stabilized import Stabilized
 from fastdecode.schedule.cache.holdings import Holdings
 from fastdecode.schedule.cache.retention import Policy
@@ -164,7 +164,7 @@ def _admission(
     hold for what is on ``home``."""
     batching = options.batching
     if batching.schedule == "greedy" or (batching.schedule == "auto" and times is None):
-        return Greedy()
+        return Admission()
     if batching.schedule == "synchronized":
         return Synchronized()
     if batching.schedule == "fixed-f":

@@ -15,7 +15,6 @@ from fastdecode.core.holders import HolderId, PartId
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.holder_states import HolderState
 from fastdecode.schedule.life.adoption import Adoptions
-from fastdecode.schedule.life.coming import ComingTokens
 from fastdecode.schedule.life.endings import Endings
 from fastdecode.schedule.life.events import (
     Ask,
@@ -68,7 +67,6 @@ class Lifecycle:
         self.adoptions = Adoptions(self.endings)
         """While any is under way no step begins."""
         self.handing = Handing(self.endings)
-        self._coming = ComingTokens(self.endings, self.handing)
         self.starting = Starting(self.endings, self.handing, joins_early=joins_early)
         self._flying: dict[int, tuple[Chunk, ...]] = {}  # by lane
         self._cache = scheduler.ledger.cache
@@ -86,7 +84,7 @@ class Lifecycle:
             case StepDone():
                 self._step_done(event)
             case Came():
-                self._coming.take_awaited(event.drawn)
+                self.handing.take_awaited(event.drawn)
             case LaneIdle() | LaneReady() if self._fails_over and self.adoptions:
                 pass  # no step begins
             case LaneIdle():
@@ -265,9 +263,9 @@ class Lifecycle:
             for life in [lives.by_sequence[chunk.sequence.sequence_id] for chunk in chunks]:
                 if life.pending is not None:
                     self.endings.settle(life)
-        self._coming.take_drawn(event.drawn)
+        self.handing.take_drawn(event.drawn)
         for sequence in event.coming:
-            self._coming.expect(sequence)
+            self.handing.expect(sequence)
 
     def _lost(self, lost: Lost) -> None:
         holder = lost.holder
