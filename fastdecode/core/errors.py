@@ -24,8 +24,10 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
-from typing import Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
+
+if TYPE_CHECKING:
+    from importlib import metadata
 
 CHILD_DIED: Final = "child_died"
 """Code of a RequestError that isn't the request's fault: the same request may succeed."""
@@ -112,25 +114,17 @@ def pip_command(extra: str, installed: metadata.Distribution | None = None) -> s
     Args:
         installed: How FastDecode was installed. By default, as this Python has it.
     """
-    if installed is None:
-        try:
-            installed = metadata.distribution("fastdecode")
-        except metadata.PackageNotFoundError:  # not installed: this is a checkout on the path
-            return _of_checkout(extra)
-    return _of_checkout(extra) if _is_editable(installed) else f"pip install 'fastdecode[{extra}]'"
+    from importlib import metadata  # it takes 30 ms, which no start without errors should
 
-
-def _of_checkout(extra: str) -> str:
-    return f"pip install -e '.[{extra}]'"
-
-
-def _is_editable(installed: metadata.Distribution) -> bool:
-    """Return whether pip installed a checkout (PEP 610)."""
     try:
-        origin = json.loads(installed.read_text("direct_url.json") or "{}")
-        return bool(origin.get("dir_info", {}).get("editable", False))
+        installed = installed or metadata.distribution("fastdecode")
+        origin = json.loads(installed.read_text("direct_url.json") or "{}")  # PEP 610
+        is_checkout = bool(origin.get("dir_info", {}).get("editable", False))
+    except metadata.PackageNotFoundError:  # not installed: this is a checkout on the path
+        is_checkout = True
     except (ValueError, AttributeError):
-        return False
+        is_checkout = False
+    return f"pip install -e '.[{extra}]'" if is_checkout else f"pip install 'fastdecode[{extra}]'"
 
 
 class MissingExtraError(ConfigError):

@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Final, TypeAlias
 
+import msgspec
+
 from fastdecode.conversations.turns import MAX_ID_CHARS, check_turn
 from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.core.sequence import (
@@ -49,7 +51,7 @@ _FREE: Final = frozenset(
     ("id", "custom_id", "prompt", "prompt_token_ids", "seed", "conversation_id", "user")
 )
 """Fields of a line or a body whose content no check reads."""
-_TEXT, _LONG_TEXT, _WHOLE, _WHOLES = (), ((),), ..., b""
+_TEXT, _LONG_TEXT, _WHOLE, _WHOLES = map(msgspec.Raw, (b"T", b"L", b"W", b"S"))
 """What a shape has in place of such content. JSON has none of these values."""
 _LEAST_LONG: Final = 10**18  # whole numbers from here on are checked
 
@@ -201,13 +203,13 @@ def identifier(lines: str, run_id: str) -> Identify:
     return lambda answer: (int(answer["line"]), "error" in answer)
 
 
-def shape_of(raw: bytes) -> tuple[LineId | None, str | None]:
+def shape_of(raw: bytes) -> tuple[LineId | None, bytes | None]:
     """Return a line's id, and its shape: what is left without contents that no check reads.
 
     Lines of one shape are all valid, or all bad. A line without an id has no shape.
     """
     try:
-        line = json.loads(raw.decode())
+        line = msgspec.json.decode(raw)  # what it refuses is checked as a line of its own shape
         line_id = line.get("id", line.get("custom_id"))
         _blank(line, _FREE)
         body = line.get("body")
@@ -219,19 +221,19 @@ def shape_of(raw: bytes) -> tuple[LineId | None, str | None]:
                         _blank(part, {"text"})
                 else:
                     _blank(message, {"content"})
-        return (line_id, repr(line)) if isinstance(line_id, (str, int)) else (None, None)
-    except (ValueError, RecursionError, AttributeError, TypeError):
+        if isinstance(line_id, (str, int)):
+            return line_id, msgspec.json.encode(line)
+        return None, None
+    except (msgspec.DecodeError, ValueError, RecursionError, AttributeError, TypeError):
         return None, None
 
 
 def _blank(fields: dict[str, Any], names: Set[str]) -> None:
-    """Replace texts and whole numbers of these names. Raises ValueError: If a text isn't UTF-8."""
+    """Replace texts and whole numbers of these names."""
     for name in fields.keys() & names:
         value = fields[name]
         kind = type(value)
         if kind is str and value:
-            if not value.isascii():
-                value.encode()
             fields[name] = _TEXT if len(value) <= MAX_ID_CHARS else _LONG_TEXT
         elif kind is int and -_LEAST_LONG < value < _LEAST_LONG:
             fields[name] = _WHOLE

@@ -114,7 +114,7 @@ def survey(
         shard: The counts are of its lines. Bad lines are those of the whole file.
     """
     found, finder = Survey(shard), DuplicateFinder()
-    checked: dict[str, bool] = {}
+    checked: dict[bytes, bool] = {}
     with source.open() as reader:
         for number, raw in reader:
             found.num_in_file += 1
