@@ -30,10 +30,9 @@ from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.plan import Chunk, LanePlan, Start
-from fastdecode.schedule.reserving.holder_choice import OwnHolders
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.reserving.outgrown import Outgrown
-from fastdecode.schedule.reserving.starts import Starts
+from fastdecode.schedule.reserving.starts import OwnHolders, Starts
 from fastdecode.schedule.running import NOT_BOOKED, Lane, RunningSequence
 from fastdecode.schedule.waiting_queue import WaitingQueue
 

@@ -23,7 +23,7 @@ from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.schedule.life.sequences import SequenceState
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import MODES
-from fastdecode.schedule.reserving.holder_choice import OwnHolders
+from fastdecode.schedule.reserving.starts import OwnHolders
 
 WORKER_BLOCKS = (12, 20)
 

@@ -111,11 +111,9 @@ class Handing:
         siblings = self._table.by_request[life.sequence.request.request_id]
         if any(_is_exported(other) for other in siblings if other is not life):
             siblings.remove(life)
-            self._table.tell(life, "handed over with a sibling")
             self._table.set_pending(life, PendingAction.DROP)
             self._endings.settle(life)
             return
-        self._table.tell(life, "parked")
         self.hold(life)
 
     def _look(self, request_id: str) -> None:

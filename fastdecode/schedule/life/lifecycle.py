@@ -171,13 +171,12 @@ class Lifecycle:
         for sequence in plan.suspends:
             life = self.sequences.by_sequence[sequence.sequence_id]
             self.sequences.counts.num_suspended += 1
-            self.sequences.tell(life, "suspended")
             self.sequences.move(life, SequenceState.REQUEUED)
             self.endings.set_aside(life)
-        for grow in plan.grows:
-            grow.sequence.residence = grow.residence
-            part = grow.residence.parts[-1]
-            self.grants.ask(self.sequences.by_sequence[grow.sequence.sequence_id], part)
+        for sequence, residence in plan.grows:
+            sequence.residence = residence
+            part = residence.parts[-1]
+            self.grants.ask(self.sequences.by_sequence[sequence.sequence_id], part)
             self._out.append(Ask(part, Extend(part.part_id, part.num_tokens)))
         if self.keeps_blocks:
             self._out += self._cache.stock.take_fetches()
@@ -216,14 +215,12 @@ class Lifecycle:
         elif not life.unanswered:
             self.sequences.move(life, SequenceState.RUNNING)
             self.scheduler.granted(life.sequence)
-            self.sequences.tell(life, "running")
 
     def _refused(self, event: Refused) -> None:
         """Let a sequence wait for room that a holder lacks, or fail. It fails if no other sequence
         took room there when it was asked: none that ends makes any."""
         asked = self.grants.refused(event.part_id)
         life, part = asked.life, asked.part
-        self.sequences.tell(life, f"refused by {event.peer}: {event.message}")
         if life.pending is PendingAction.RECOVER:  # a part can no longer be cut, or enlarged
             self.endings.recompute(life)
             self.adoptions.proceed(life)
@@ -275,7 +272,6 @@ class Lifecycle:
         self.endings.looks_for_room = True
         for life in list(self.sequences.by_sequence.values()):
             if self.grants.lose(life, holder):
-                self.sequences.tell(life, f"lost what holder {holder} had")
                 if life.state is SequenceState.EXPORTED:
                     self.handing.lose(life)
                 else:
