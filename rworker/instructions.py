@@ -259,11 +259,11 @@ class MoveBlocks:
         reason: str = "",
     ) -> Done:
         """End the job, and return the report. ``reason``: why all of it has failed, if it has."""
-        keys, failed = self.move.keys, self.move.failed
-        places = range(len(keys)) if reason else sorted(failed)
-        self.books.store.cached.end(self.move.number, places)
-        missing, at = words_of([keys[place] for place in places]), (self.holder, self.move.number)
-        return Done(*at, missing, num_bytes, seconds, *faults, reason=reason)
+        keys, number = self.move.keys, self.move.number
+        failed = set(range(len(keys))) if reason else self.move.failed
+        self.books.store.cached.end(number, failed)
+        missing = words_of([keys[place] for place in sorted(failed)])
+        return Done(self.holder, number, missing, num_bytes, seconds, *faults, reason=reason)
 
 
 @dataclass(frozen=True)
