@@ -216,14 +216,12 @@ def shape_of(raw: bytes) -> tuple[LineId | None, bytes | None]:
         if isinstance(body, dict):
             _blank(body, _FREE)
             for message in body.get("messages") or ():
-                if isinstance(message.get("content"), list):
-                    for part in message["content"]:
-                        _blank(part, {"text"})
-                else:
-                    _blank(message, {"content"})
-        if isinstance(line_id, (str, int)):
-            return line_id, msgspec.json.encode(line)
-        return None, None
+                content = message.get("content")
+                for part in content if isinstance(content, list) else ():
+                    _blank(part, {"text"})
+                _blank(message, {"content"})
+        is_named = isinstance(line_id, (str, int))
+        return (line_id, msgspec.json.encode(line)) if is_named else (None, None)
     except (msgspec.DecodeError, ValueError, RecursionError, AttributeError, TypeError):
         return None, None
 

@@ -210,7 +210,11 @@ class Relay:
             case _ if isinstance(message, Relayed):
                 column, own = self._checked(message.holder), message
                 if isinstance(own, DropCache):
-                    self._stop_serving(self._checked(own.cache), column)
+                    cache, placement = self._checked(own.cache), self._members.placement
+                    if cache != column and placement[cache] == placement[column]:
+                        # It drops the cache of a lost column that it has taken over: steps in
+                        # flight send it none of that column's rows.
+                        placement.give_back(cache)
                 if isinstance(own, TakeOver | DropCache):
                     own = replace(own, session=self._session)
                 if self._pool is not self._members:  # each member has a name of its own
@@ -218,13 +222,6 @@ class Relay:
                 self._pool.send(column, own)
             case _:
                 raise ProtocolError(f"the first stage sent {type(message).__name__}")
-
-    def _stop_serving(self, column: HolderId, worker: HolderId) -> None:
-        """Prepare for an R-worker to drop the cache of a lost column that it has taken over: steps
-        in flight that have rows of that column send it none of them."""
-        placement = self._members.placement
-        if column != worker and placement[column] == placement[worker]:
-            placement.give_back(column)
 
     def pass_on(self, news: Iterable[News]) -> None:
         """Send the first stage what R-workers have answered and reported, and which are lost."""

@@ -7,7 +7,7 @@ one another. Copies are queued behind the device's other work, and waited for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.blocks import FetchChunk, ReadBlocks, StoreChunk
+from fastdecode.wire.blocks import ChunkForm, FetchChunk, ReadBlocks, StoreChunk
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.codec import Array
 from rworker.stream.chunks import ChunkShape, layout_of, sides_of, slots_of
@@ -38,13 +38,21 @@ class DeviceMemory:
     then their scales, if any. Call the methods that move blocks in background threads only.
 
     Args:
-        cache: on the device, or what such a cache has in the host's memory.
-        gpu: the device's driver, in place of torch's.
+        stored: Returns the cache with all that ended steps have stored: on the device, or what
+            such a cache has in the host's memory.
+        gpu: The device's driver, in place of torch's.
+        on_write: Called with the blocks [B] that were written.
     """
 
-    def __init__(self, cache: StoredKV, gpu: Gpu | None = None) -> None:
-        self._cache, self._gpu = cache, gpu
-        self._block_size = cache.kv.block_size
+    def __init__(
+        self,
+        stored: Callable[[], StoredKV],
+        gpu: Gpu | None,
+        on_write: Callable[[NDArray[np.integer]], None],
+    ) -> None:
+        self._stored, self._gpu, self._on_write = stored, gpu, on_write
+        cache = stored()
+        self._device, self._block_size = cache.pool.device, cache.kv.block_size
         self.num_layers = len(cache.pool)
         self.layer_bytes = sum(map(self._bytes_of, self._parts))
         self._buffers = BufferPool()
@@ -56,10 +64,12 @@ class DeviceMemory:
     def write(self, layers: range, block: int, data: Bytes) -> None:
         for rows, came in self._both(block, layers, data):
             rows.copy_(torch.from_numpy(came.copy()).view(rows.dtype).view(rows.shape))
+        self._on_write(np.array([block]))
 
     def clear(self, block: int) -> None:
         for part in self._parts:
             self._rows(part, block).zero_()
+        self._on_write(np.array([block]))
 
     def read_chunk(self, request: FetchChunk | ReadBlocks, places: NDArray[np.int64]) -> Array:
         """A chunk's data, uint8 [B]. It holds for as long as it is referred to.
@@ -91,10 +101,8 @@ class DeviceMemory:
         if cache.scales is not None and stored.scales is not None:
             scales = torch.from_numpy(stored.scales)
             cache.scales[layers, :, there, heads] = scales.to(cache.pool.device)
-
-    def _stored(self) -> StoredKV:
-        """The cache, with all that ended steps have stored."""
-        return self._cache
+        is_whole = chunk.form is ChunkForm.BLOCKS
+        self._on_write(places if is_whole else places // self._block_size)
 
     @property
     def _parts(self) -> list[Tensor]:
@@ -123,7 +131,7 @@ class DeviceMemory:
     ) -> Tensor:
         """Slots on the device."""
         slots = torch.from_numpy(slots_of(chunk.form, places, self._block_size))
-        return to_device(slots, self._cache.pool.device, self._gpu)
+        return to_device(slots, self._device, self._gpu)
 
 
 def _as_stored(rows: Tensor, kv: KVSpec) -> NDArray[Any]:
