@@ -46,7 +46,7 @@ TRANSITIONS: Final[Mapping[HolderState, frozenset[HolderState]]] = {
     _S.LEAVING: frozenset({_S.INTERRUPTED, _S.LOST}),
     _S.LOST: frozenset({_S.OPEN}),
 }
-"""To which states a holder may go from each."""
+"""States that a holder may enter from each."""
 
 
 class HolderStates:

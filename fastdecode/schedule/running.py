@@ -32,7 +32,7 @@ class RunningSequence:
     is_open: bool = False
     """All of its room was granted."""
     is_fetching: bool = False
-    """It waits for cached blocks, and no room was asked for it yet."""
+    """True while it waits for cached blocks, before its room is asked for."""
     decode: Chunk = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Lane:
     step: int = -1
     """The lane's own count of steps."""
     is_planned: bool = False
-    """Its next step is planned, and has not begun."""
+    """True if its next step is planned, and has not begun."""
     running: dict[int, RunningSequence] = field(default_factory=dict)
     """Running sequences by id, in order of their start."""
     reserved_tokens: Counter[HolderId] = field(default_factory=Counter)

@@ -27,7 +27,7 @@ class _Cached:
     job: MoveJob | None = None
     """The job that moves it."""
     is_void: bool = False
-    """Its K and V have not arrived, or never will."""
+    """True if its K and V have not arrived, or never will."""
 
 
 class CachedBlocks:
@@ -167,7 +167,7 @@ class CachedBlocks:
         if tail_tokens >= self._block_size:
             raise ProtocolError(f"tail_tokens={tail_tokens} fill a block")
         if len(set(keys)) < len(keys) or not self._cached.keys().isdisjoint(keys):
-            raise ProtocolError("a block is to be fetched that is there, or twice")
+            raise ProtocolError("a block is to be fetched that is cached already, or twice")
         if len(keys) > self._pool.num_available:
             raise ProtocolError(
                 f"{len(keys)} blocks are to be fetched, and {self._pool.num_available} are free"

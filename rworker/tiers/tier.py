@@ -65,10 +65,10 @@ class MoveJob:
     began_s: float = 0.0
     """When its first unit began."""
     seconds: float = 0.0
-    """Time that it took since it was asked for. Until it is over, time from its beginning until its
-    last group was there."""
+    """Time that it took since it was asked for. Until it is over, time from its beginning to its
+    last complete group."""
     num_told: int = 0
-    """Groups that were reported to be there."""
+    """Groups that were reported as complete."""
     waited_s: float = 0.0
     """Time that steps have waited for its layers."""
 
@@ -78,7 +78,7 @@ class MoveJob:
 
     @property
     def num_there(self) -> int:
-        """Leading groups that are there. Blocks that are stored have one."""
+        """Return the leading groups that are complete. Blocks that are stored have one."""
         return next((i for i, left in enumerate(self.num_left) if left), len(self.num_left))
 
 
@@ -149,7 +149,7 @@ class Tier:
         """Wait until some job has come further than was reported, or all are over."""
 
     def wait_for_layer(self, numbers: Collection[int], layer: int) -> None:
-        """Wait until a layer of these jobs' blocks is there, or has failed."""
+        """Wait until a layer of these jobs' blocks has arrived, or has failed."""
 
     def drop(self, keys: Iterable[bytes]) -> None:
         raise NotImplementedError

@@ -1,5 +1,5 @@
-"""A tier on a disk that does what it is told to: layers are there when they are
-said to be, and whatever hasn't come is zeros."""
+"""A tier whose disk the test steers: layers are in place when they are reported, and what has not
+come is zeros."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fetching(
 
 
 def told(tier: DiskTier, job: MoveJob) -> int:
-    """Layers that are said to be there next."""
+    """Return the layers that are reported next."""
     tier.wait(WAIT_S)
     return tier.progress(job)
 
@@ -62,7 +62,7 @@ def test_a_layer_is_there_while_later_ones_are_to_come(stored: Path) -> None:
     slots.let(3)
     tier.wait_for_layer((7,), 3)
     assert told(tier, job) == 4 and not job.failed and (pool == filled()).all()
-    tier.wait_for_layer((7,), 3)  # nobody waits for what is over
+    tier.wait_for_layer((7,), 3)  # no step waits for a job that is over
     tier.close()
 
 

@@ -40,8 +40,8 @@ class MicroBatch:
     """Cached tokens of each at its first step."""
     skipped: int = 0
     most: int | None = None
-    """Of split sequences, only the part counts that begins after ``skipped`` tokens and holds
-    ``most``. None if they are whole."""
+    """Tokens of the part of split sequences that counts, which begins after ``skipped`` tokens.
+    None if they are whole."""
     end: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:

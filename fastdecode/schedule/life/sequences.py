@@ -66,7 +66,7 @@ TRANSITIONS: Final[Mapping[SequenceState, frozenset[SequenceState]]] = {
     _S.RECOVERING: _ENDS | {_S.RUNNING},
     _S.DONE: frozenset({_S.REQUEUED}),
 }
-"""To which states a sequence may go from each."""
+"""States that a sequence may enter from each."""
 
 
 class PendingAction(Enum):
@@ -74,7 +74,7 @@ class PendingAction(Enum):
 
     REQUEUE = "requeue"
     RECOVER = "recover"
-    """It continues with what a replica has of it, when that is known."""
+    """Continue it with what a replica has of it, when that is known."""
     DROP = "drop"
 
 

@@ -33,7 +33,7 @@ class Pace:
     """Progress of a fetch."""
 
     share: float
-    """Share of the layers, the first ones, that are there."""
+    """Share of the layers, the first ones, that have arrived."""
     a_group: float
     """Largest share of the layers that comes at once."""
     seconds: float
@@ -66,7 +66,7 @@ class Starting:
     """See the module.
 
     Args:
-        joins_early: sequences join before all of their blocks are there.
+        joins_early: sequences join before all of their blocks have arrived.
     """
 
     def __init__(self, endings: Endings, handing: Handing, *, joins_early: bool = True) -> None:
@@ -150,7 +150,7 @@ class Starting:
             self._open(life, start)
 
     def joining(self, event: Progress) -> list[Awaiting]:
-        """Return the sequences that join now that more of a job's layers are there."""
+        """Return the sequences that join with more of a job's layers."""
         before = self._paces.get(event.job)
         share = event.num_there / event.num_layers
         a_group = share if before is None else before.a_group

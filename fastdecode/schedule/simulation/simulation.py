@@ -250,7 +250,7 @@ class Simulation:
                     served.finished_s = self.clock.now
                     self.outcome.served.append(served)
                 case _:
-                    raise AssertionError("nobody fails, and lanes run when they are launched")
+                    raise AssertionError("no request fails, and lanes run when they are launched")
         return granted
 
     def _done(self, run: Run) -> None:
