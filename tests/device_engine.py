@@ -30,11 +30,10 @@ from fastdecode.engine.requests import Requests
 from fastdecode.engine.setup.reach import reach_device
 from fastdecode.engine.setup.workers import Reached, reach_threads
 from fastdecode.engine.step.device import DeviceWorker, whole_steps
-from fastdecode.engine.step.lane_step import Attention
 from fastdecode.engine.step.mixed_step import DeviceLane, MixedAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.prompts import DevicePrefill
-from fastdecode.engine.step.remote import AttentionPlan
+from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.engine.step.swapped import LaneExecutor, SwappedLanes
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.schedule.hybrid.control import HybridOptions
@@ -159,7 +158,7 @@ def _running(
             whole = whole_steps(s_worker, beside)
             if whole is not None:
                 whole.prepare(only_lane=0)
-            attention = MixedAttention(plan, beside, gpu, DeviceLane(whole))
+            attention = MixedAttention(plan, beside, DeviceLane(whole))
     if isinstance(gpu, RecordedGpu):
         record_drawn(gpu, s_worker)
     see(attention)

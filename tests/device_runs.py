@@ -23,8 +23,7 @@ from fastdecode.core.model.families import read_model_spec
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.engine.step.batch import StepBatch
-from fastdecode.engine.step.lane_step import Attention, LaneStep
-from fastdecode.engine.step.pipeline import Pipeline
+from fastdecode.engine.step.pipeline import Attention, LaneStep, Pipeline
 from fastdecode.engine.step.remote import AttentionPlan
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import Attend, AttendResult, BeginStep
@@ -196,7 +195,7 @@ class Run:
             pipeline = Pipeline(
                 LoggedSWorker(model, graphs, self.fleet.log, self.gpu), self.plan, self.lanes
             )
-            self.plan.prepare(self.lanes)
+            self.remote.prepare(self.lanes)
             for lane in range(self.lanes):
                 self._record_landing(self.remote.staging(lane))
                 if graphs is not None:

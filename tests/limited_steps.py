@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import psutil
 
@@ -93,7 +93,7 @@ def limit_steps(path: Path) -> None:
 
     steps, never, step = _Steps(path), threading.Event(), EngineService._step
 
-    def limited(self: EngineService[Any]) -> None:
+    def limited(self: EngineService) -> None:
         engine = self.served.engine
         if not self.has_work or isinstance(engine, Router) or steps.take_one():
             step(self)

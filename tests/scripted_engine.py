@@ -26,12 +26,11 @@ from fastdecode.core.resuming import Session
 from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.extensions import EngineState, Extension
+from fastdecode.engine.extensions import EngineState, Extension, Recovery, ReplicaRecovery
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replicas import Replicas
-from fastdecode.engine.recovery import recovery_of
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.session import Recorder
 from fastdecode.engine.setup.workers import Replacements
@@ -217,7 +216,8 @@ def assemble(
         lifecycle,
         Requests(TextCodec(None), (VOCAB,), VOCAB, GrammarMasks(TextCodec(None), VOCAB, ())),
     )
-    recovery = recovery_of(state, replicas, replacements, clock)
+    own = replacements, clock
+    recovery = ReplicaRecovery(state, replicas, *own) if replicas else Recovery(state, *own)
     extensions: list[Extension] = [Transfers(state)]
     if session is not None:
         extensions.append(Recorder(session, lifecycle.sequences))

@@ -123,7 +123,7 @@ def figures(served: Any) -> dict[str, Any]:
 def first_token_delays(engine: ScriptedEngine, num_requests: int) -> list[float]:
     """Seconds from asking to the first token, without HTTP, one by one."""
     served = _served(engine)
-    service: EngineService[Any] = EngineService(lambda: served)
+    service: EngineService = EngineService(lambda: served)
     service.open()
     delays = []
     for i in range(num_requests):
@@ -168,7 +168,7 @@ def main() -> int:
     print(f"listening at {http.address}", flush=True)
     engine = ScriptedEngine(args.step_s, args.width)
     served = _served(engine)
-    service: EngineService[Any] = EngineService(lambda: served)
+    service: EngineService = EngineService(lambda: served)
     signals = SimpleNamespace(num_stops=0, num_reloads=0)
 
     def stop(number: int, frame: object) -> None:

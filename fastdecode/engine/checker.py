@@ -33,7 +33,7 @@ class RequestChecker:
 
     Args:
         begun: What an earlier run has drawn for requests of the same ids.
-        seeds: Gives seeds of requests that have none, in turn. None for random ones.
+        seeds: Gives seeds, in turn, to requests without one. None for random ones.
     """
 
     def __init__(
@@ -87,7 +87,9 @@ class RequestChecker:
                 f"which at most {limit - 1} leave room for an answer: shorten the prompt",
                 code="prompt_too_long",
             )
-        _check_prompt_logprobs(params, len(token_ids))
+        count = params.prompt_logprobs
+        if count is not None and len(token_ids) * (1 + count) > MOST_PROMPT_LOGPROBS:
+            raise _too_many_prompt_logprobs(count, len(token_ids))
         if params.structured_outputs is not None:
             params = self._structured(params, params.structured_outputs, token_ids)
         room = limit - len(token_ids)
@@ -125,18 +127,14 @@ class RequestChecker:
             reasoning = None if state == "after" else wanted.reasoning
             wanted = replace(wanted, reasoning=reasoning, in_reasoning=state == "inside")
             params = replace(params, structured_outputs=wanted)
-        self._check_structured(wanted)
+        if wanted not in self._sound:  # requests of one file mostly want the same
+            if self._codec.vocabulary is None:
+                raise no_tokenizer("structured outputs need text")
+            check_structured(wanted, self._codec.special_tokens)
+            if len(self._sound) >= MOST_SOUND:
+                self._sound.clear()
+            self._sound.add(wanted)
         return params
-
-    def _check_structured(self, wanted: StructuredOutputs) -> None:
-        if wanted in self._sound:  # requests of one file mostly want the same
-            return
-        if self._codec.vocabulary is None:
-            raise no_tokenizer("structured outputs need text")
-        check_structured(wanted, self._codec.special_tokens)
-        if len(self._sound) >= MOST_SOUND:
-            self._sound.clear()
-        self._sound.add(wanted)
 
     def _bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Return each word's tokens, as they begin a text and as they follow a space."""
@@ -170,14 +168,10 @@ class RequestChecker:
         }
 
 
-def _check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
-    """Raise RequestError if the answer would be too large for a message."""
-    count = params.prompt_logprobs
-    if count is None or num_tokens * (1 + count) <= MOST_PROMPT_LOGPROBS:
-        return
+def _too_many_prompt_logprobs(count: int, num_tokens: int) -> RequestError:
     fit = MOST_PROMPT_LOGPROBS // num_tokens - 1
     mend = f"give {fit} or less, or shorten the prompt" if fit >= 0 else "shorten the prompt"
-    raise RequestError(
+    return RequestError(
         Given("prompt_logprobs", count),
         f" of a prompt of {num_tokens} tokens are {num_tokens * (1 + count)} log-probabilities, "
         f"and a request can have {MOST_PROMPT_LOGPROBS} at most: {mend}",

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from copy import copy
 from dataclasses import replace
@@ -37,14 +37,11 @@ from fastdecode.core.holders import HolderId, HolderKind, PartId
 from fastdecode.core.sequence import Request
 from fastdecode.core.spec import longest_window
 from fastdecode.core.trace import Trace
-from fastdecode.engine.extensions import EngineState, Extension
-from fastdecode.engine.recovery import Recovery
-from fastdecode.engine.requests import Requests
-from fastdecode.engine.samples import Samples, StepSamples
+from fastdecode.engine.extensions import EngineState, Extension, Recovery
+from fastdecode.engine.requests import Requests, Samples, StepSamples
 from fastdecode.engine.stats import EngineFigures, EngineStats, figures_of
 from fastdecode.engine.step.batch import StepBatch
-from fastdecode.engine.step.lane_step import LaneStep
-from fastdecode.engine.step.pipeline import Pipeline
+from fastdecode.engine.step.pipeline import LaneStep, Pipeline
 from fastdecode.schedule.life import events
 from fastdecode.schedule.plan import Chunk, Send, num_in_prompts
 from fastdecode.wire.blocks import SESSION_RESUMED, Open, Refused
@@ -84,17 +81,12 @@ class Engine:
         self._reporting = (*extensions, self._recovery)  # the latter has no part in steps
         self._doers = {kind: each for each in self._reporting for kind in each.instructions}
         self._takers = {kind: each for each in self._reporting for kind in each.answers}
-        self._samples = Samples(
-            s_worker,
-            state.lifecycle.sequences,
-            state.requests,
-            state.stats,
-            self._trace,
-            self._fleet.peer,
-        )
+        self._samples = Samples(s_worker, state, trace)
         self._window = longest_window(s_worker.spec.attention)
         self._answer_at_once = all(holder.answers_at_once for holder in pipeline.holders)
-        self._timed = _timed_holders(pipeline)
+        r_workers = {h for h, x in enumerate(pipeline.holders) if x.kind is HolderKind.R_WORKER}
+        self._timed = r_workers or set(range(len(pipeline.holders)))
+        """Holders whose compute counts as R-workers': all but a device beside R-workers."""
         self._is_idle = False  # nothing could be started, and nothing has happened since
         # Tokens of steps that are over, on their way to the host, by lane.
         self._coming: dict[int, StepSamples] = {}
@@ -241,7 +233,11 @@ class Engine:
             if not runs:  # waits before a step are not part of its time
                 began, began_wait_s = time.perf_counter(), pipeline.wait_s
         ended, wait_s = time.perf_counter(), pipeline.wait_s
-        stats.count_time(ended - started, wait_s - before_s, is_prefill=is_prefill)
+        stats.wait_s += wait_s - before_s
+        if is_prefill:
+            stats.prefill_s += ended - started
+        else:
+            stats.decode_s += ended - started
         if self._lifecycle.keeps_blocks:
             idle_s = max(0.0, wait_s - began_wait_s - (stats.r_compute_s - r_compute_s))
             num_run = stats.num_prompt_tokens - num_prompt_tokens
@@ -259,7 +255,7 @@ class Engine:
             for extension in self._extensions:
                 extension.listen()
         self._take_news()
-        if not self._recovery.is_stranded():
+        if not (self._recovery.is_watching and self._recovery.is_stranded()):
             for lane in self._pipeline.idle:
                 self._launch(lane)
         for lane in set(self._coming).intersection(self._pipeline.idle):
@@ -284,8 +280,10 @@ class Engine:
         """
         for holder, news in self._pipeline.take_news():
             self._take(holder, news)
-        for extension in self._reporting:
+        for extension in self._extensions:
             self._apply_all(extension.news())
+        if self._recovery.is_watching:
+            self._apply_all(self._recovery.news())
 
     def _take(self, holder: HolderId, news: Any) -> None:
         peer = self._fleet.peer(holder)
@@ -347,7 +345,7 @@ class Engine:
             step, holders = self._state.num_launched, self._pipeline.holders
             batch = StepBatch.build(run.chunks, holders, step=step, lane=lane, window=self._window)
             self._state.num_launched += 1
-            if self.requests.prompt_questions is not None:
+            if self.requests.prompt_questions.open:
                 batch = replace(batch, asks=self.requests.prompt_questions.asks(batch))
             fed_by = None
             if lane in self._coming:
@@ -371,12 +369,7 @@ class Engine:
     def _finish_step(self, step: LaneStep) -> None:
         """Apply the tokens of a lane's step that is over, or let its next step begin first."""
         ran_s = time.perf_counter()
-        each_s = {
-            holder: seconds
-            for holder, seconds in step.record.r_compute_s.items()
-            if holder in self._timed
-        }
-        self.stats.count_step(each_s)
+        self._count_step(step.record.r_compute_s)
         wanted = self._lifecycle.sequences.wanted(step.batch.chunks)
         for extension in self._extensions:
             extension.ran(wanted)
@@ -413,10 +406,23 @@ class Engine:
         for extension in self._extensions:
             extension.completed(step, time.perf_counter() - began_s)
 
+    def _count_step(self, r_compute_s: Mapping[HolderId, float]) -> None:
+        """Count a step, with the seconds that each holder has computed."""
+        stats, timed = self.stats, self._timed
+        each_s = {holder: s for holder, s in r_compute_s.items() if holder in timed}
+        stats.num_steps += 1
+        stats.r_compute_s += max(each_s.values(), default=0.0)
+        stats.r_busy_s += sum(each_s.values())
+        for holder, busy_s in each_s.items():
+            stats.r_busy_each_s[holder] += busy_s
+
     def _count_load(self, wanted: Seq[Chunk]) -> None:
-        num_tokens = sum([chunk.num_tokens for chunk in wanted])
+        """Count the cached tokens at the end of a step, and the prompt tokens that ran in it."""
+        num_tokens, stats = sum([chunk.num_tokens for chunk in wanted]), self.stats
         load = self._lifecycle.sequences.num_cached_tokens + num_tokens
-        self.stats.count_load(load, num_in_prompts(wanted))
+        stats.load_sum += load
+        stats.load_peak = max(stats.load_peak, load)
+        stats.num_prompt_tokens += num_in_prompts(wanted)
         if self._trace is not None:
             scheduler, now = self._lifecycle.scheduler, time.perf_counter()
             self._trace.load(now, scheduler.num_running, len(scheduler.waiting), load)
@@ -425,12 +431,3 @@ class Engine:
 def _runs_prompt(pipeline: Pipeline) -> bool:
     """Return True if part of a prompt runs in any step in flight."""
     return any(step.batch.num_prompt_tokens for step in pipeline.in_flight)
-
-
-def _timed_holders(pipeline: Pipeline) -> frozenset[HolderId]:
-    """Return the holders whose compute counts as R-workers': all but a device beside R-workers."""
-    kinds = {HolderId(i): holder.kind for i, holder in enumerate(pipeline.holders)}
-    has_r_workers = HolderKind.R_WORKER in kinds.values()
-    return frozenset(
-        holder for holder, kind in kinds.items() if kind is HolderKind.R_WORKER or not has_r_workers
-    )

@@ -9,13 +9,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from random import Random
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from fastdecode.conversations.arguments import (
     PromptGiven,
@@ -39,6 +39,7 @@ from fastdecode.conversations.turns import (
 from fastdecode.core.config.engine import GROUPS, EngineConfig
 from fastdecode.core.config.options import declared
 from fastdecode.core.delta import Delta
+from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, Given, RequestError, WorkerError
 from fastdecode.core.model.generation_defaults import GENERATION_CONFIGS, generation_defaults, told
 from fastdecode.core.model.local_models import find_model
@@ -61,10 +62,9 @@ from fastdecode.core.vllm_names import (
     refuse_arguments,
 )
 from fastdecode.engine.checker import RequestChecker
-from fastdecode.engine.facts import facts_of
 from fastdecode.engine.instances.cluster import make_service
 from fastdecode.engine.rank_roles import serve_other_rank
-from fastdecode.engine.request_stream import Arriving, RequestStreams
+from fastdecode.engine.request_stream import Arriving, RequestStream
 from fastdecode.engine.service import EngineService, Snapshot
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.times import MeasuredTimes
@@ -95,34 +95,49 @@ OPTION_NAMES = frozenset(
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Facts:
+    """Facts about an LLM that is ready."""
+
+    num_r_workers: int
+    """R-workers that it began with, in all stages. 0 if KV is on the S-worker's device."""
+    r_threads: int  # CPU threads of an R-worker, the most that any has
+    num_kv_blocks: int  # KV blocks of all R-workers together
+    dtype: DType  # of weights and activations
+    kv_dtype: DType  # of the KV cache
+    kv_placement: str  # where it is: r, gpu or hybrid
+    max_model_len: int  # most tokens of prompt and completion together
+    vocab_size: int  # token ids are below it
+    load_s: float  # seconds that loading the model and starting the R-workers took
+    stage_layers: tuple[int, ...] = ()  # of each pipeline stage
+
+
 class LLM:
     """A model, ready to generate. Close it, or use it in a ``with`` statement.
 
-    In a script that ``mpirun`` starts, the first rank goes on; in the others this serves as an
-    R-worker, or as a further S-worker, until the first is done, and then ends the process.
+    In a script that ``mpirun`` starts, the first rank continues. The others serve as R-workers, or
+    as further S-workers, until the first is done, and then end their processes.
 
-    An engine runs in a thread of its own; it may be used from any thread, by one reading at a
-    time, and an interrupt (Ctrl-C) leaves it usable. A fork of the process can't use it.
+    The engine runs in its own thread. Any thread may use it, with one reading at a time, and an
+    interrupt (Ctrl-C) leaves it usable. A fork of the process can't use it.
 
     Args:
-        model: a Hugging Face model directory.
-        given: options of ``EngineConfig``'s groups: dtype, kv_dtype, r_workers, device, …; and
+        model: A Hugging Face model directory.
+        given: Options of ``EngineConfig``'s groups: dtype, kv_dtype, r_workers, device, …; and
             of ``Keeping``: conversations, conversation_ttl_s, max_conversations. vLLM's names of
             some are known, too.
-        progress: told what start-up is doing, one line at a time.
-        trace: told what every step does, from then on.
-        times: what is known of step times beforehand, for the schedule; told how long each step
-            took.
-        session: of a run that another process can go on with, where R-workers are at addresses
+        progress: Called with what start-up is doing, one line at a time.
+        trace: Records every step.
+        times: What is known of step times beforehand, for the schedule. Gets each step's time.
+        session: Of a run that another process can continue, where R-workers are at addresses
             (``fastdecode run-batch`` has one).
-        generation_config: ``auto``: requests without parameters take what the model's
-            generation_config.json recommends; ``ignore``: none.
-        seed: that seeds of requests come from, in turn, which have none of their own; None: random
-            ones.
-        chat_template: for ``chat``, instead of the model's own: a file, or a text.
+        generation_config: ``auto`` gives requests without parameters what the model's
+            generation_config.json recommends, ``ignore`` doesn't.
+        seed: Source of the seeds of requests without one. None for random seeds.
+        chat_template: A file, or a text, in place of the model's own for ``chat``.
 
     Raises:
-        ConfigError, ModelError, WorkerError: as their docstrings say.
+        ConfigError, ModelError, WorkerError: If options, the model or R-workers are unfit.
     """
 
     def __init__(
@@ -147,23 +162,25 @@ class LLM:
         self.config = config = serve_other_rank(asked, progress or (lambda line: None))
         self.conversations = keeping.open(find_model(model))
         """What ``conversation_id`` names."""
-        self._service = make_service(config, progress, trace, times, session)
+        self.service: Final = make_service(config, progress, trace, times, session)
+        """Runs requests of all callers."""
         try:
-            self._running = self._service.open()
+            self._running = self.service.open()
         except BaseException:
             self.conversations.close()
             raise
-        self.conversations.on_over = partial(_end_conversation, self._service)
+        self.conversations.on_over = partial(_end_conversation, self.service)
         # An engine that nobody can reach any more needn't wait for the end of the process.
-        weakref.finalize(self, self._service.ask_to_close).atexit = False
-        self.facts = facts_of(config, self._running)
+        weakref.finalize(self, self.service.ask_to_close).atexit = False
+        self.codec: TextCodec = self._running.codec
+        """Between text and the model's token ids."""
+        self.facts = _facts_of(config, self._running)
         begun = None if session is None else session.begun
         limits = self.facts.vocab_size, self.facts.max_model_len
         seeds = None if seed is None else Random(seed)
-        checker = RequestChecker(self.codec, *limits, begun, seeds)
-        most_sequences = QUEUE_AHEAD * config.batching.max_num_sequences
-        most_sequences *= max(1, config.instances.most_decoding)
-        self._readings = RequestStreams(self._service, checker, most_sequences, self.conversations)
+        self._checker = RequestChecker(self.codec, *limits, begun, seeds)
+        self._reading: RequestStream | None = None
+        """The latest, which may be over."""
 
     def __enter__(self) -> LLM:
         return self
@@ -179,8 +196,7 @@ class LLM:
     if not TYPE_CHECKING:  # mypy refuses the names itself
 
         def __getattr__(self, name: str) -> Any:
-            """Raises AttributeError: also for vLLM's methods that LLM lacks, with what it
-            has instead."""
+            """Raise AttributeError. For vLLM's methods that LLM lacks it names a replacement."""
             if name in METHODS_NOT_SUPPORTED:
                 instead = METHODS_NOT_SUPPORTED[name]
                 raise AttributeError(f"LLM.{name} is not supported: {instead}")
@@ -189,7 +205,7 @@ class LLM:
     def close(self) -> None:
         """Stop the engine and the R-workers. Safe to call twice."""
         try:
-            self._service.close()
+            self.service.close()
         finally:  # turns that were over when it was closed are kept
             self.conversations.close()
 
@@ -198,20 +214,9 @@ class LLM:
         stats: EngineStats = self._running.engine.stats
         return stats
 
-    @property
-    def codec(self) -> TextCodec:
-        """Between text and the model's token ids."""
-        codec: TextCodec = self._running.codec
-        return codec
-
-    @property
-    def service(self) -> EngineService[Any]:
-        """Runs requests, whoever they come from."""
-        return self._service
-
     def snapshot(self) -> Snapshot:
         """How it is, R-workers that were lost among it; never waits for a step."""
-        return self._service.snapshot()
+        return self.service.snapshot()
 
     def generate(
         self,
@@ -228,27 +233,24 @@ class LLM:
         """Continue every prompt. Results stand in the order of the prompts.
 
         Args:
-            prompts: texts, lists of token ids, or dicts with ``prompt`` or ``prompt_token_ids``,
-                and perhaps ``cache_salt``; a single one is a batch of one.
-            params: for all prompts, or one each; None: what ``get_default_sampling_params`` gives.
-            sampling_params: another name of ``params``.
-            conversation_id: of each prompt, which is what is new in that conversation; an id that
-                nobody used begins one.
-            cache: what KV blocks they share with other requests, if blocks are kept
+            prompts: Texts, lists of token ids, or dicts with ``prompt`` or ``prompt_token_ids``,
+                and perhaps ``cache_salt``. A single one is a batch of one.
+            params: For all prompts, or one each. None for ``get_default_sampling_params``.
+            sampling_params, use_tqdm: Other names of ``params`` and ``progress``.
+            conversation_id: Of each prompt, which is the new part of that conversation. An unused
+                id begins one.
+            cache: The KV blocks they share with other requests, if blocks are kept
                 (``prefix_cache``).
-            progress: show on stderr how far it is.
-            use_tqdm: another name of ``progress``.
-            others: arguments of vLLM that ask for nothing.
+            progress: Show on stderr how far it is.
+            others: Arguments of vLLM that ask for nothing.
 
         Returns:
-            One output a prompt. A bad prompt's output carries its ``error``;
-            the others aren't touched by it. When the last R-worker is lost, the
-            outputs that weren't complete carry a ``WorkerError``.
+            One output per prompt. A bad prompt's output has its ``error``, and the others don't.
+            When the last R-worker is lost, incomplete outputs have a ``WorkerError``.
 
         Raises:
-            RequestError: the arguments aren't prompts and sampling params, or there aren't as many
-                of each.
-            ConfigError: the LLM was closed, or a ``stream`` of it is still being read.
+            RequestError: If the arguments aren't equal numbers of prompts and sampling params.
+            ConfigError: If the LLM was closed, or a ``stream`` of it is still being read.
         """
         check_cache(cache)
         batch, uses = as_batch(prompts, cache)
@@ -288,36 +290,30 @@ class LLM:
         **others: Unpack[ArgumentsNotSupported],
     ) -> list[RequestOutput]:
         """Continue conversations by the model's chat template, as ``generate`` continues prompts.
+        Arguments that both have mean the same.
 
         Args:
-            messages: a conversation, or several: ``[{"role": "user", "content": "…"}, …]``.
-            params: for all conversations, or one each.
-            use_tqdm: another name of ``progress``.
-            sampling_params: another name of ``params``.
-            tools: that the model may call, as OpenAI's API has them: the outputs' completions have
-                ``tool_calls``, and ``content`` for the other text.
+            messages: A conversation, or several: ``[{"role": "user", "content": "…"}, …]``.
+            tools: Tools that the model may call, as OpenAI's API has them. The outputs'
+                completions have ``tool_calls``, and ``content`` for the other text.
             tool_choice: ``"auto"``, ``"none"``, ``"required"``, or ``{"type": "function",
                 "function": {"name": …}}``.
-            parallel_tool_calls: false: at most one call.
-            chat_template: a file to use in place of the model's own, or the template itself: a
-                text with ``{``.
-            chat_template_content_format: contents reach the template as texts (``string``), lists
+            parallel_tool_calls: If false, at most one call.
+            chat_template: A file to use in place of the model's own, or a text with ``{``, which
+                is the template itself.
+            chat_template_content_format: Contents reach the template as texts (``string``), lists
                 of parts (``openai``), or as it takes them (``auto``).
-            add_generation_prompt: end prompts with what begins the assistant's turn; None: unless
-                the last message is continued.
-            continue_final_message: the answer continues the text of the last message.
-            variables: more names for the template.
-            chat_template_kwargs: another name of ``variables``.
-            conversation_id: of each conversation, whose ``messages`` are the new ones then; those
-                before, and the answers, are known.
-            cache, progress, others: as of ``generate``.
+            add_generation_prompt: End prompts with what begins the assistant's turn. None does so
+                unless the last message is continued.
+            continue_final_message: The answer continues the text of the last message.
+            variables, chat_template_kwargs: More names for the template.
+            conversation_id: Of each conversation, whose ``messages`` are only the new ones.
 
         Returns:
-            As ``generate``; an output's ``prompt`` is the conversation as the template
-            writes it.
+            As ``generate``. An output's ``prompt`` is what the template makes of the conversation.
 
         Raises:
-            RequestError, ConfigError: as ``generate``; or there is no chat template.
+            RequestError, ConfigError: As ``generate``, or if a chat template is missing.
         """
         chats = as_chats(messages)
         params = one_of("params", params, "sampling_params", sampling_params)
@@ -365,13 +361,13 @@ class LLM:
         return [outputs[place] for place in range(len(chats))]
 
     def get_tokenizer(self) -> ModelTokenizer:
-        """The model's tokenizer. Raises ConfigError: it has none."""
+        """Return the model's tokenizer. Raises ConfigError: If it has none."""
         eos = self._running.spec.eos_token_ids
         model = find_model(self.config.model)
         return ModelTokenizer(self.codec, model, eos, self._given_template)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """A copy of what requests without parameters take: see ``generation_config``."""
+        """Return a copy of what requests without parameters take: see ``generation_config``."""
         return copy(self._default_params)
 
     def _checked_params(self, params: object, count: int) -> list[SamplingParams]:
@@ -401,41 +397,65 @@ class LLM:
         on_tick: Callable[[], None] | None = None,
         conversations: Conversations | None = None,
     ) -> Generator[RequestOutput, None, None]:
-        """Run requests as they come from an iterable; yield each output as soon as it is complete.
+        """Run requests as they come from an iterable. Yield each output once it is complete.
 
-        Only so many requests are taken ahead as keep the batch full, so memory stays flat however
-        many there are. Request ids must be unique among those unfinished. When the engine breaks
-        down, as it does with the loss of its last R-worker, every request that was taken is
-        yielded with that error, and the stream ends.
+        Requests are taken ahead until the batch stays full, so memory stays flat. Request
+        ids must be unique among those unfinished. When the engine breaks down, as with the loss of
+        its last R-worker, every request that was taken is yielded with that error.
 
         Args:
-            requests: asked for the next one when there is room for it.
-            on_tick: called whenever outputs have been yielded, and a few times a second. What it
+            requests: Asked for the next one when there is room for it.
+            on_tick: Called whenever outputs have been yielded, and a few times a second. What it
                 raises ends the stream.
-            conversations: that requests are turns of; None: the LLM's own.
+            conversations: Those that requests are turns of. None for the LLM's own.
         """
-        return self._readings.read(
-            requests,
-            on_tick,
-            lambda delta, output: output,
-            every_step=False,
-            conversations=conversations,
+        return self._read(
+            requests, on_tick, lambda delta, output: output, conversations, every_step=False
         )
 
     def deltas(
         self, requests: Iterable[Arriving], on_tick: Callable[[], None] | None = None
     ) -> Generator[Delta, None, None]:
-        """Like ``stream``, but yields tokens as they come: what is new of each
-        sequence since the last time."""
-        return self._readings.read(requests, on_tick, lambda delta, output: delta, every_step=True)
+        """Run requests like ``stream``, but yield what is new of each sequence as it comes."""
+        return self._read(requests, on_tick, lambda delta, output: delta, every_step=True)
+
+    def _read(
+        self,
+        requests: Iterable[Arriving],
+        on_tick: Callable[[], None] | None,
+        pick: Callable[[Delta, RequestOutput | None], T | None],
+        conversations: Conversations | None = None,
+        *,
+        every_step: bool,
+    ) -> Generator[T, None, None]:
+        """Yield what ``pick`` makes of each delta and output, unless that is None. Raises
+        ConfigError: If another reading is not over."""
+        batching, instances = self.config.batching, self.config.instances
+        most_sequences = QUEUE_AHEAD * batching.max_num_sequences * max(1, instances.most_decoding)
+        reading = RequestStream(
+            self.service,
+            self._checker,
+            most_sequences,
+            self.conversations if conversations is None else conversations,
+            every_step=every_step,
+        )
+        try:
+            if self._reading is not None:
+                self._reading.make_way()
+            self._reading = reading
+            for delta, output in reading.read(requests, on_tick):
+                if (picked := pick(delta, output)) is not None:
+                    yield picked
+        finally:
+            reading.end()
 
     def cancel_waiting(self) -> None:
-        """Of the requests that ``stream`` has taken, forget those of which
-        nothing has run: they come to nothing."""
-        self._readings.cancel_waiting()
+        """Forget those requests that ``stream`` has taken, and of which nothing has run."""
+        if self._reading is not None:
+            self._reading.cancel_waiting()
 
     def _warn_of_turns(self, cache: CacheUse) -> None:
-        """Where conversation_id saves nothing; called by what the user has called."""
+        """Warn where conversation_id saves nothing. Called by what the user has called."""
         why = no_reuse_warning(why_no_reuse(self.config), cache)
         if why:
             warnings.warn(why, stacklevel=3)
@@ -443,8 +463,7 @@ class LLM:
     def _run_all(
         self, requests: Iterable[Arriving], params: Sequence[SamplingParams], progress: bool
     ) -> list[RequestOutput]:
-        """One output a request, in the order of their ids, which are numbers.
-        ``params``: theirs, in order."""
+        """Return one output per request, in the order of their ids, which are numbers."""
         outputs: dict[str, RequestOutput] = {}
         with contextlib.ExitStack() as stack:
             tick = stack.enter_context(_shown(self, len(params), outputs)) if progress else None
@@ -459,7 +478,34 @@ class LLM:
         ]
 
 
-def _end_conversation(service: EngineService[Any], token_ids: Sequence[int], salt: str) -> None:
+def _facts_of(config: EngineConfig, running: Any) -> Facts:
+    """Return the facts of a ``RunningCluster`` or a ``RunningEngine``."""
+    stage_layers: tuple[int, ...] = ()
+    if config.instances.instances:
+        identity, kv_placement = running.identity, config.r_part.kv_placement
+        kv_placement = "r" if kv_placement == "auto" else kv_placement
+        decoding = [x for x in running.welcomes if x.role.decodes] or list(running.welcomes)
+        num_kv_blocks = sum(x.num_tokens // x.block_size for x in decoding)
+    else:
+        resolved = running.resolved
+        identity, kv_placement = resolved.identity, resolved.config.r_part.kv_placement
+        num_kv_blocks = sum(welcome.num_blocks for welcome in running.welcomes)
+        stage_layers = tuple(map(len, resolved.layers))
+    return Facts(
+        num_r_workers=running.num_r_workers,
+        r_threads=max(welcome.num_threads for welcome in running.welcomes),
+        num_kv_blocks=num_kv_blocks,
+        dtype=identity.dtype,
+        kv_dtype=identity.kv_dtype,
+        kv_placement=kv_placement,
+        max_model_len=identity.max_model_len,
+        vocab_size=running.spec.vocab_size,
+        load_s=running.load_s,
+        stage_layers=stage_layers,
+    )
+
+
+def _end_conversation(service: EngineService, token_ids: Sequence[int], salt: str) -> None:
     """Tell the engine, between two of its steps."""
     token_ids = tuple(token_ids)
     service.look(lambda running: running.engine.end_conversation(token_ids, salt))
@@ -468,7 +514,7 @@ def _end_conversation(service: EngineService[Any], token_ids: Sequence[int], sal
 def _defaults(
     model: str, generation_config: str, progress: Callable[[str], None] | None
 ) -> dict[str, Any]:
-    """What requests without parameters take. Raises ConfigError, CheckpointError."""
+    """Return what requests without parameters take. Raises ConfigError, CheckpointError."""
     generation_config = {"vllm": "ignore"}.get(generation_config, generation_config)
     if generation_config not in GENERATION_CONFIGS:
         known = " or ".join(GENERATION_CONFIGS)
@@ -480,7 +526,7 @@ def _defaults(
 
 
 def _decoded(output: RequestOutput, params: SamplingParams, codec: TextCodec) -> RequestOutput:
-    """With the texts of tokens whose logprobs were asked for, if text is wanted."""
+    """Add the texts of tokens whose logprobs were asked for, if text is wanted."""
     is_wanted = params.logprobs is not None or params.prompt_logprobs is not None
     if not is_wanted or not params.detokenize:
         return output
@@ -503,7 +549,7 @@ def _named(step: TokenLogprob, names: TokenText) -> TokenLogprob:
 
 
 def _chat_template(model: str, given: str | Path | None) -> ChatTemplate:
-    """A model's chat template, or what is given instead. Raises ConfigError: there is none."""
+    """Return a model's chat template, or the given one. Raises ConfigError: If both lack."""
     template = ChatTemplate.load(find_model(model), given)
     if template is None:
         raise ConfigError(
@@ -521,7 +567,7 @@ def _requests(given: Iterable[tuple[Prompt, SamplingParams, CacheUse]]) -> list[
 def _shown(
     llm: LLM, num_requests: int, outputs: Mapping[str, RequestOutput]
 ) -> Iterator[Callable[[], None]]:
-    """Shows how far a call is; gives what is to be called meanwhile."""
+    """Show how far a call is. Yield what is to be called meanwhile."""
     tokens_before = llm.stats.num_output_tokens
     num_counted = num_failed = 0
 

@@ -1,4 +1,4 @@
-"""What the ranks of an MPI job are. Imports no torch: ranks of R-workers need none."""
+"""Roles of the ranks of an MPI job. Imports no torch: ranks of R-workers need none."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> EngineConfig:
-    """Serve, if this process is a rank of an MPI job that has another role than
-    to run the program; then it doesn't return.
-
-    What each rank is: see ``fastdecode.wire.mpi.ranks``.
+    """Serve, and don't return, if this process is a rank of an MPI job that has another role
+    than to run the program (``fastdecode.wire.mpi.ranks``).
 
     Returns:
         The options, in an MPI job with instances for prompt stages.
 
     Raises:
-        ConfigError: If there are ranks for which there is no role.
+        ConfigError: If there are ranks without a role.
     """
     if (size := launched_size()) is not None:
         config = config.in_job(size)
@@ -41,7 +39,11 @@ def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> Engin
         if role is RankRole.R_WORKER:
             _serve_r_worker(config, instances=instances, silence_s=config.cluster.worker_silence_s)
         elif role is not RankRole.CONTROLLER:
-            _serve_instance(config, tell)
+            with imports_for("an S-worker"):
+                from fastdecode.engine.instances.processes import serve_instance_rank
+
+            let_rank_0_stop()
+            _leave("the controller", is_alive=serve_instance_rank(config, tell))
         return config  # rank 0 controls the instances, which the others are
     s_part = config.s_part
     ranks = StageRanks(s_part.pp, s_part.tp)
@@ -59,7 +61,14 @@ def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> Engin
     if ranks.num_s_ranks > 1 and size is not None:
         role = ranks.role(mpi_job.join().rank)
         if role in (RankRole.MIRROR, RankRole.STAGE):
-            _serve_s_worker(config, role)
+            from fastdecode.engine.setup.ranks import mirror_leader, resolve_rank
+            from fastdecode.engine.setup.stages import serve_stage
+
+            let_rank_0_stop()
+            if role is RankRole.MIRROR:
+                mirror_leader(config, resolve_rank)
+                mpi_job.leave(0)
+            _leave("the first stage", is_alive=serve_stage(config, resolve_rank))
     has_ranks = size is not None and not config.cluster.r_worker_addresses
     if has_ranks and mpi_job.join().rank != S_RANK:
         _serve_r_worker(config)
@@ -77,25 +86,6 @@ def _serve_r_worker(config: EngineConfig, **more: Any) -> None:
         cache_disk_gb=config.cache.cache_disk_gb,
         **more,
     )
-
-
-def _serve_instance(config: EngineConfig, tell: Callable[[str], None]) -> NoReturn:
-    with imports_for("an S-worker"):
-        from fastdecode.engine.instances.processes import serve_instance_rank
-
-    let_rank_0_stop()
-    _leave("the controller", is_alive=serve_instance_rank(config, tell))
-
-
-def _serve_s_worker(config: EngineConfig, role: RankRole) -> NoReturn:
-    from fastdecode.engine.setup.ranks import mirror_leader, resolve_rank
-    from fastdecode.engine.setup.stages import serve_stage
-
-    let_rank_0_stop()
-    if role is RankRole.MIRROR:
-        mirror_leader(config, resolve_rank)
-        mpi_job.leave(0)
-    _leave("the first stage", is_alive=serve_stage(config, resolve_rank))
 
 
 def _leave(who: str, *, is_alive: bool) -> NoReturn:

@@ -4,8 +4,8 @@ them, and deltas back."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias
 
 from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.order import ReaderTurns
@@ -16,7 +16,6 @@ from fastdecode.core.sequence import PromptRequest, Request, RequestOutput
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.engine.service import EngineService
 
-T = TypeVar("T")
 Arriving: TypeAlias = PromptRequest | Turn
 MOST_WAITING = 1 << 14
 """Turns that wait for another one of their conversation; then no request is asked for."""
@@ -27,21 +26,22 @@ class RequestStream:
     """One reading of deltas, from its first request to its last.
 
     Args:
-        most_sequences: so many are in the engine, waiting ones among them, before another request
+        most_sequences: Most sequences in the engine, waiting ones included, before another request
             is asked for.
-        every_step: read of every step; or of each sequence only once it is over.
+        conversations: The conversations that requests are turns of.
+        every_step: Read of every step, or of each sequence only once it is over.
     """
 
     def __init__(
         self,
-        service: EngineService[Any],
+        service: EngineService,
         checker: RequestChecker,
         most_sequences: int,
-        talk: ReaderTurns,
+        conversations: Conversations,
         *,
         every_step: bool,
     ) -> None:
-        self._talk = talk
+        self._talk = ReaderTurns(conversations)
         self._turns: dict[OutputFold, Turn] = {}  # that aren't over
         self._is_drained = False  # no more requests arrive
         self._service = service
@@ -52,9 +52,29 @@ class RequestStream:
         self._num_open = 0  # sequences in the engine
         self._folds: dict[str, OutputFold] = {}
         """What is known of requests that aren't over."""
-        self.is_over = False
-        self.forget = service.forgetting(self._queue)
+        self._is_over = False
+        self._forget = service.forgetting(self._queue)
         """Takes what is still in the engine out of it."""
+
+    def end(self) -> None:
+        """End what is left. A reader that is interrupted here is ended by the next one's start."""
+        self._is_over = True
+        self._forget()
+        self._talk.leave()
+
+    def make_way(self) -> None:
+        """Let another reading begin.
+
+        Raises:
+            ConfigError: (code ``busy``) If this one is not over.
+        """
+        if not self._is_over:
+            raise ConfigError(
+                "a stream of this LLM is still being read: read it to its end, or close() it, "
+                "before the next one",
+                code="busy",
+            )
+        self._forget()
 
     def cancel_waiting(self) -> None:
         """End those of its requests of which nothing has run."""
@@ -176,68 +196,3 @@ class RequestStream:
             if error is not None:
                 return Delta(fold.request_id, 0, error=error), fold.failed(error)
         return delta, output
-
-
-class RequestStreams:
-    """What a service's requests say, read by one reader at a time."""
-
-    def __init__(
-        self,
-        service: EngineService[Any],
-        checker: RequestChecker,
-        most_sequences: int,
-        conversations: Conversations,
-    ) -> None:
-        self._service = service
-        self._checker = checker
-        self._most = most_sequences
-        self._conversations = conversations
-        self._latest: RequestStream | None = None
-
-    def read(
-        self,
-        requests: Iterable[Arriving],
-        on_tick: Callable[[], None] | None,
-        pick: Callable[[Delta, RequestOutput | None], T | None],
-        *,
-        every_step: bool,
-        conversations: Conversations | None = None,
-    ) -> Generator[T, None, None]:
-        """What ``pick`` makes of what a feed reads, as far as that is something.
-
-        Args:
-            conversations: that requests are turns of, in place of its own.
-
-        Raises:
-            ConfigError: (code ``busy``) another reader isn't done.
-        """
-        talk = ReaderTurns(self._conversations if conversations is None else conversations)
-        feed = RequestStream(self._service, self._checker, self._most, talk, every_step=every_step)
-        try:
-            self._begin(feed)
-            for delta, output in feed.read(requests, on_tick):
-                picked = pick(delta, output)
-                if picked is not None:
-                    yield picked
-        finally:
-            # The reader went away, or was interrupted, and may be here once more: see ``_begin``.
-            feed.is_over = True
-            feed.forget()
-            talk.leave()
-
-    def cancel_waiting(self) -> None:
-        """End those requests of the latest reader of which nothing has run."""
-        if self._latest is not None:
-            self._latest.cancel_waiting()
-
-    def _begin(self, feed: RequestStream) -> None:
-        before = self._latest
-        if before is not None:
-            if not before.is_over:
-                raise ConfigError(
-                    "a stream of this LLM is still being read: read it to its end, or close() it, "
-                    "before the next one",
-                    code="busy",
-                )
-            before.forget()
-        self._latest = feed

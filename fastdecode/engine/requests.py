@@ -1,25 +1,42 @@
-"""Requests that an engine has not finished yet: what their sequences have generated so far."""
+"""Requests that an engine has not finished yet: what their sequences have generated so far, and
+the tokens of lanes' steps, which are drawn on the S-worker's device and taken in on the host."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
+from torch import Tensor
 
 from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.core.holders import SequenceId
-from fastdecode.core.sequence import FinishReason, Request, Sequence, TokenLogprob
+from fastdecode.core.sequence import COMING, FinishReason, Request, Sequence, TokenLogprob
+from fastdecode.core.trace import Trace
+from fastdecode.engine.prompt_logprobs import AskedRows, PromptLogprobs, PromptQuestions
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.step.batch import StepBatch
+from fastdecode.engine.step.pipeline import LaneStep
 from fastdecode.schedule.life.events import Drawn
 from fastdecode.schedule.plan import Chunk
 from fastdecode.text.codec import SequenceText, TextCodec
 from fastdecode.text.grammars import GrammarMasks
-from sworker.sampling.sampler import NON_FINITE, SampledToken, SamplingState, token_logprob
+from sworker.buffers import Feed
+from sworker.sampling.sampler import (
+    NON_FINITE,
+    Drawing,
+    SampledToken,
+    SamplingState,
+    prompt_logprobs,
+)
+from sworker.worker import SWorker
+
+if TYPE_CHECKING:
+    from fastdecode.engine.extensions import EngineState
 
 
 @dataclass(eq=False)
@@ -39,7 +56,7 @@ class Generation:
     eos_token_ids: tuple[int, ...] = ()
 
     def append(self, drawn: SampledToken) -> FinishReason | None:
-        """Take in a token. Returns why the sequence is over, if the token says so."""
+        """Take in a token. Return why the sequence is over, if it is."""
         params, token = self.sequence.request.params, drawn.token_id
         is_eos = token in self.eos_token_ids and not params.ignore_eos
         self.sampling.observe(token)
@@ -53,7 +70,7 @@ class Generation:
         return "stop" if is_over or (grammar is not None and grammar.is_complete) else None
 
     def delta(self, reason: FinishReason | None) -> Delta:
-        """What is new since the last one; all that is left if the sequence is over."""
+        """Return what is new since the last one, or all that is left if the sequence is over."""
         sequence, first = self.sequence, self.num_told
         of_logprobs = max(0, first - self.num_known)
         self.num_told = sequence.num_generated
@@ -82,114 +99,6 @@ class Generation:
 
 
 @dataclass(eq=False)
-class PromptLogprobs:
-    """A prompt's log-probabilities, as far as they are known."""
-
-    request: Request
-    steps: dict[int, TokenLogprob] = field(default_factory=dict)
-    """Keys are places in the prompt, from 1: the first token has none."""
-    is_reported: bool = False
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.steps) == len(self.request.prompt_token_ids) - 1
-
-    def take(self) -> tuple[TokenLogprob | None, ...] | None:
-        """All of them, the first of which is None; they are reported once."""
-        if self.is_reported or not self.is_complete:
-            return None
-        self.is_reported = True
-        return (None, *(self.steps[place] for place in sorted(self.steps)))
-
-
-@dataclass(frozen=True)
-class AskedRows:
-    """Rows of one step whose next tokens are a prompt's."""
-
-    rows: NDArray[np.int64]  # [P], among the step's rows that were asked for
-    tokens: NDArray[np.int64]  # [P], what follows
-    owners: tuple[tuple[PromptLogprobs, int], ...]
-    """[P], whose, and the place in its prompt."""
-    chunks: tuple[Chunk, ...]  # [P], whose rows they are
-
-    @property
-    def count(self) -> int:
-        """The most likeliest tokens that any of them wants."""
-        return max(owner.request.params.prompt_logprobs or 0 for owner, _ in self.owners)
-
-
-class PromptQuestions:
-    """What requests that aren't over want to know of their prompts."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, PromptLogprobs] = {}
-
-    def add(self, request: Request) -> PromptLogprobs:
-        """One that wants some has been submitted."""
-        asked = PromptLogprobs(request)
-        if not asked.is_complete:
-            self._open[request.request_id] = asked
-        return asked
-
-    def forget(self, request_id: str) -> None:
-        self._open.pop(request_id, None)
-
-    def asks(self, batch: StepBatch) -> NDArray[np.bool_] | None:
-        """Return [N] which chunks' rows of a step are asked for. None if none are."""
-        if not self._open:
-            return None
-        return np.array(
-            [
-                chunk.sequence.request.request_id in self._open
-                and chunk.first < chunk.sequence.num_prompt_tokens - 1
-                for chunk in batch.chunks
-            ]
-        )
-
-    def rows(self, batch: StepBatch) -> AskedRows | None:
-        """Return the asked rows of a step. None if no request wants them any more."""
-        assert batch.asks is not None
-        owners: list[tuple[PromptLogprobs, int]] = []
-        rows: list[int] = []
-        chunks: list[Chunk] = []
-        row = 0
-        for chunk, is_asked in zip(batch.chunks, batch.asks.tolist(), strict=True):
-            if not is_asked:
-                continue
-            asked = self._open.get(chunk.sequence.request.request_id)
-            for place in range(chunk.first + 1, chunk.first + 1 + chunk.num_tokens):
-                is_new = asked is not None and place not in asked.steps
-                if asked is not None and is_new and place < len(asked.request.prompt_token_ids):
-                    owners.append((asked, place))
-                    rows.append(row)
-                    chunks.append(chunk)
-                row += 1
-        if not rows:
-            return None
-        tokens = [owner.request.prompt_token_ids[place] for owner, place in owners]
-        return AskedRows(
-            np.array(rows, np.int64), np.array(tokens, np.int64), tuple(owners), tuple(chunks)
-        )
-
-    def take_in(self, rows: AskedRows, found: Seq[Seq[float]], wanted: Seq[Chunk]) -> None:
-        """Take in log-probabilities. No more is asked of prompts that are complete then.
-
-        Args:
-            found: what ``prompt_logprobs`` gave, on the host.
-            wanted: chunks whose rows mean something: they lost no R-worker.
-        """
-        ids = {chunk.sequence.sequence_id for chunk in wanted}
-        for (owner, place), chunk, token, numbers in zip(
-            rows.owners, rows.chunks, rows.tokens.tolist(), found, strict=True
-        ):
-            if chunk.sequence.sequence_id in ids:
-                count = owner.request.params.prompt_logprobs or 0
-                owner.steps[place] = token_logprob(token, numbers, count)
-                if owner.is_complete:
-                    self.forget(owner.request.request_id)
-
-
-@dataclass(eq=False)
 class Group:
     """A request and its sequences."""
 
@@ -200,7 +109,7 @@ class Group:
     prompt_logprobs: PromptLogprobs | None = None
 
     def tell(self, generation: Generation, reason: FinishReason | None) -> None:
-        """Tell the listener of one more token; with a reason, of the last one."""
+        """Give the listener one more token, or with a reason the last one."""
         if self.listener is not None and (self.listener.every_step or reason is not None):
             delta = generation.delta(reason)
             if self.prompt_logprobs is not None:
@@ -216,14 +125,14 @@ class Requests:
     """All that an engine has not finished yet.
 
     Args:
-        eos_token_ids: any of them ends a sequence, unless the request ignores EOS.
+        eos_token_ids: Any of them ends a sequence, unless the request ignores EOS.
     """
 
     def __init__(
         self, codec: TextCodec, eos_token_ids: tuple[int, ...], vocab_size: int, masks: GrammarMasks
     ) -> None:
         self._masks = masks
-        self.prompt_questions: PromptQuestions | None = None  # until a request has some
+        self.prompt_questions = PromptQuestions()
         self._codec = codec
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
@@ -247,11 +156,10 @@ class Requests:
     def add(
         self, request: Request, sequences: Iterable[Sequence], now: float, listener: Listener | None
     ) -> None:
-        """A request that has just been submitted."""
+        """Add a request that has just been submitted."""
         generations = [self._generation(sequence, now) for sequence in sequences]
         group = Group(request, generations, listener, len(generations))
         if request.params.prompt_logprobs is not None:
-            self.prompt_questions = self.prompt_questions or PromptQuestions()
             group.prompt_logprobs = self.prompt_questions.add(request)
         self._groups[request.request_id] = group
         self._generations.update((one.sequence.sequence_id, one) for one in generations)
@@ -279,7 +187,7 @@ class Requests:
         return generation
 
     def generations_of(self, chunks: Iterable[Chunk]) -> list[Generation]:
-        """What the chunks' sequences have generated."""
+        """Return what the chunks' sequences have generated."""
         known = self._generations
         return [known[chunk.sequence.sequence_id] for chunk in chunks]
 
@@ -299,10 +207,14 @@ class Requests:
             sequence = generation.sequence
             if sequence.request.request_id in failed:
                 continue
-            if token.error is not None:
+            if (error := token.error) is not None:
                 failed.add(sequence.request.request_id)
-                peers = list(peers)
-                drawn.append(_failed(sequence, token.error, peers))
+                if error.code == NON_FINITE:
+                    sequence.is_spoilt = True
+                    peers = list(peers)
+                    text = f"{error.message}. Its step was attended by {', '.join(peers)}"
+                    error = RequestError(text, code=NON_FINITE)
+                drawn.append(Drawn(sequence, error=error))
                 continue
             stats.num_output_tokens += 1
             if generation.first_token_s is None:
@@ -315,8 +227,8 @@ class Requests:
         return tuple(drawn)
 
     def tell(self, drawn: Iterable[Drawn]) -> None:
-        """The lifecycle has taken in what was drawn: tell whoever listens. Of
-        those that are over it told already."""
+        """Give listeners what was drawn, once the lifecycle has taken it in. They have the end of
+        sequences that are over already."""
         for one in drawn:
             generation = self._generations.get(one.sequence.sequence_id)
             if generation is not None and one.error is None:
@@ -325,13 +237,13 @@ class Requests:
                     group.tell(generation, None)
 
     def say(self, delta: Delta) -> None:
-        """Tell whoever listens something about a request that is no token."""
+        """Give a request's listener a delta without tokens."""
         group = self._groups.get(delta.request_id)
         if group is not None and group.listener is not None:
             group.listener.tell(delta)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stats: EngineStats) -> None:
-        """A sequence is over, and its request, once all of them are."""
+        """End a sequence, and its request with the last one."""
         generation = self._generations.pop(sequence.sequence_id)
         if generation.first_token_s is not None and sequence.num_generated > 1:
             stats.tpot.add(
@@ -344,10 +256,9 @@ class Requests:
             self.forget(group.request.request_id)
 
     def forget(self, request_id: str) -> Group:
-        """A request ends before its time."""
+        """Drop a request that is over, or ends before its time."""
         group = self._groups.pop(request_id)
-        if self.prompt_questions is not None:
-            self.prompt_questions.forget(request_id)
+        self.prompt_questions.open.pop(request_id, None)
         for generation in group.generations:
             self._generations.pop(generation.sequence.sequence_id, None)
         return group
@@ -357,9 +268,112 @@ class Requests:
             self.forget(request_id).fail(error)
 
 
-def _failed(sequence: Sequence, error: RequestError, peers: Iterable[str]) -> Drawn:
-    if error.code == NON_FINITE:
-        sequence.is_spoilt = True
-        text = f"{error.message}. Its step was attended by {', '.join(peers)}"
-        error = RequestError(text, code=NON_FINITE)
-    return Drawn(sequence, error=error)
+@dataclass(frozen=True)
+class StepSamples:
+    """Tokens, and log-probabilities of prompts, of one step."""
+
+    step: LaneStep
+    chunks: Seq[Chunk]  # chunks that a token is drawn for
+    drawing: Drawing | None  # None without chunks
+    started_s: float
+    ended_s: float | None  # None while the tokens are on their way to the host
+    goes_ahead: bool
+    """The lane's next step begins without waiting for them."""
+    asked: AskedRows | None = None  # rows whose next tokens are a prompt's
+    found: Tensor | None = None
+    """Their log-probabilities, on the device (``prompt_logprobs``)."""
+
+    @property
+    def done(self) -> bool:
+        return self.goes_ahead or self.drawing is None or self.drawing.done
+
+    def wait(self) -> None:
+        if self.drawing is not None:
+            self.drawing.wait()
+
+    def feed(self, batch: StepBatch) -> Feed | None:
+        """Return what the lane's next step is fed of the tokens."""
+        rows = np.flatnonzero(batch.token_ids == COMING)
+        if not rows.size or self.drawing is None:
+            return None
+        drawn_at = {chunk.sequence.sequence_id: i for i, chunk in enumerate(self.chunks)}
+        of_rows = np.searchsorted(batch.last_rows, rows).tolist()
+        sources = [drawn_at[batch.chunks[i].sequence.sequence_id] for i in of_rows]
+        return Feed(self.drawing.tokens, np.array(sources, np.int64), rows)
+
+
+class Samples:
+    """Starts to draw, and takes in what was drawn."""
+
+    def __init__(self, s_worker: SWorker, state: EngineState, trace: Trace | None) -> None:
+        self._s_worker, self._trace, self._state = s_worker, trace, state
+        self._lives, self._requests = state.lifecycle.sequences, state.requests
+
+    def draw(self, step: LaneStep) -> StepSamples | None:
+        """Start to draw the next tokens of sequences whose text is complete so far.
+
+        Returns: None if no sequence wants one, and no prompt its log-probabilities.
+        """
+        assert step.logits is not None
+        asked, found = (None, None) if step.asked_rows is None else self._ask(step)
+        draws = step.batch.draws.tolist()
+        chunks = [chunk for chunk, is_last in zip(step.batch.chunks, draws, strict=True) if is_last]
+        rows = _rows_of(chunks, self._lives.wanted(chunks))
+        started_s = time.perf_counter()
+        if not rows:
+            if asked is None:
+                return None
+            return StepSamples(step, (), None, started_s, started_s, False, asked, found)
+        logits = step.logits if len(rows) == len(chunks) else step.logits[list(rows)]
+        chunks = [chunks[row] for row in rows]
+        states = [one.sampling for one in self._requests.generations_of(chunks)]
+        drawing = self._s_worker.draw(logits, states, step.lane)
+        is_done = drawing.done
+        # Where no token can be another one than the device believes, and
+        # some sequence steps on for all that is known.
+        goes_ahead = (
+            not is_done
+            and asked is None
+            and self._s_worker.feeds
+            and drawing.is_sure
+            and any(x.sequence.num_generated + 1 < x.sequence.request.max_tokens for x in chunks)
+        )
+        ended_s = time.perf_counter() if is_done else None
+        return StepSamples(step, chunks, drawing, started_s, ended_s, goes_ahead, asked, found)
+
+    def _ask(self, step: LaneStep) -> tuple[AskedRows | None, Tensor | None]:
+        worker, asked = self._s_worker, self._requests.prompt_questions.rows(step.batch)
+        if asked is None or step.asked_rows is None:
+            return None, None
+        return asked, prompt_logprobs(
+            step.forward.logits, step.asked_rows[asked.rows], asked.tokens, asked.count,
+            worker.spec.vocab_size, worker.device,
+        )  # fmt: skip
+
+    def accept(self, tokens: StepSamples) -> tuple[Drawn, ...]:
+        """Take in what was drawn for sequences that are still wanted. Wait until it is here."""
+        lives = self._lives
+        if tokens.asked is not None and tokens.found is not None:
+            wanted = lives.wanted(tokens.asked.chunks)
+            self._requests.prompt_questions.take_in(tokens.asked, tokens.found.tolist(), wanted)
+        if tokens.drawing is None:
+            return ()
+        sampled = self._s_worker.drawn(tokens.drawing)
+        now = time.perf_counter()
+        step, ended_s = tokens.step, tokens.ended_s or now
+        if self._trace is not None:
+            self._trace.sampled(step.lane, step.step, len(sampled), tokens.started_s, ended_s)
+        wanted = (lives.awaiting if tokens.goes_ahead else lives.wanted)(tokens.chunks)
+        rows = _rows_of(tokens.chunks, wanted)
+        generations = self._requests.generations_of([tokens.chunks[row] for row in rows])
+        found = [sampled[row] for row in rows]
+        peers = (self._state.fleet.peer(span.holder) for span in step.batch.spans)
+        return self._requests.accept(generations, found, self._state.stats, now, peers)
+
+
+def _rows_of(chunks: Seq[Chunk], wanted: Seq[Chunk]) -> Seq[int]:
+    """Return the places of wanted chunks among all."""
+    if len(wanted) == len(chunks):
+        return range(len(chunks))
+    ids = {chunk.sequence.sequence_id for chunk in wanted}
+    return [row for row, chunk in enumerate(chunks) if chunk.sequence.sequence_id in ids]

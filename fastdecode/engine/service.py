@@ -1,7 +1,7 @@
 """One way into an engine: requests in from any thread, deltas out, and one thread that owns the
 engine.
 
-That thread makes the engine, steps it while there is work, and sleeps while there is none. What
+That thread makes the engine, steps it while there is work, and sleeps otherwise. What
 others want is put into its inbox, and looked at between two steps. So an interrupt (Ctrl-C) of a
 thread that waits for an answer never comes in the middle of a step: the engine stays usable.
 
@@ -19,12 +19,12 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 from msgspec import structs
 
@@ -38,7 +38,6 @@ from fastdecode.core.errors import (
 )
 from fastdecode.core.host.processes import Interrupted
 from fastdecode.core.sequence import Request
-from fastdecode.engine.open_requests import OpenRequests
 from fastdecode.wire.instances import EngineNumbers, StatusReport
 
 logger = logging.getLogger(__name__)
@@ -48,60 +47,12 @@ LEAVING_S = 10.0
 NUM_LATEST_STEPS = 256
 
 
-class ServedEngine(Protocol):
-    """What a service asks of an engine."""
+@dataclass(eq=False)
+class _OpenRequest:
+    """A request that isn't over."""
 
-    @property
-    def has_work(self) -> bool: ...
-    @property
-    def pause_s(self) -> float: ...
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_unfinished_sequences(self) -> int: ...
-    def submit(self, request: Request, listener: Listener | None = None) -> None: ...
-    def step(self) -> None: ...
-    def look(self) -> None: ...
-    def cancel(self, request_id: str) -> bool: ...
-    def cancel_waiting(self, among: Container[str] | None = None) -> list[str]: ...
-    def abandon(self, error: FastDecodeError) -> None: ...
-
-
-class Served(Protocol):
-    """An engine and what is around it."""
-
-    @property
-    def engine(self) -> ServedEngine: ...
-    @property
-    def num_r_workers(self) -> int: ...
-    @property
-    def num_live_r_workers(self) -> int: ...
-    @property
-    def has_hung_r_workers(self) -> bool: ...
-    def close(self) -> None: ...
-
-
-T = TypeVar("T", bound=Served)
-
-
-class _Steps:
-    """Counts steps, and measures the longest of the latest."""
-
-    def __init__(self) -> None:
-        self.num = 0
-        self.ended_s: float | None = None  # ``time.monotonic()`` at the end of the last one
-        self.longest_s = 0.0
-        self._latest_s: deque[float] = deque([0.0] * NUM_LATEST_STEPS)
-
-    def count(self, began_s: float) -> None:
-        self.num += 1
-        self.ended_s = time.monotonic()
-        took_s = self.ended_s - began_s
-        self._latest_s.append(took_s)
-        if self._latest_s.popleft() < self.longest_s:
-            self.longest_s = max(self.longest_s, took_s)
-        else:  # the longest was the oldest
-            self.longest_s = max(self._latest_s)
+    reader: DeltaQueue
+    num_left: int  # sequences that aren't over
 
 
 @dataclass(frozen=True)
@@ -120,19 +71,20 @@ class Snapshot:
         )
 
 
-class EngineService(Generic[T]):
+class EngineService:
     """Runs requests on one engine. All public methods may be called from any thread,
     but not from a fork of the process. The others are for the thread that owns the engine.
 
     Args:
-        make: Makes the engine, in the thread that will own it.
+        make: Makes the engine and what is around it (``RunningEngine``, ``RunningCluster``), in
+            the thread that will own them.
         in_callers_thread: Called before the engine is made, and before requests are queued.
         inbox: Where its thread gets what others want. None for a queue.
     """
 
     def __init__(
         self,
-        make: Callable[[], T],
+        make: Callable[[], Any],
         *,
         in_callers_thread: Callable[[], object] | None = None,
         inbox: SimpleQueue[Callable[[], None]] | None = None,
@@ -145,26 +97,30 @@ class EngineService(Generic[T]):
         self._inbox = inbox or SimpleQueue[Callable[[], None]]()
         self._made: SimpleQueue[BaseException | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
-        self._served: T | None = None
-        self._open = OpenRequests()
+        self._served: Any = None
+        self._open: dict[str, _OpenRequest] = {}
+        self._fresh: dict[DeltaQueue, list[Delta]] = {}
+        """Deltas that readers are given when the step is over."""
         self._drained: list[SimpleQueue[None]] = []
-        self._steps = _Steps()
+        self._num_steps = 0
+        self._ended_s: float | None = None  # ``time.monotonic()`` at the end of the last step
+        self._latest_s: deque[float] = deque([0.0], maxlen=NUM_LATEST_STEPS)  # what steps took
         self._numbers = EngineNumbers()
         self._is_draining = False
         self._is_closing = False  # it ends as soon as the step in flight is over
-        self._is_over = False  # no step will be made any more
-        self._broken: FastDecodeError | None = None  # why no step can be made any more
-        self._ended: FastDecodeError | None = None  # why no request is taken any more
+        self._is_over = False  # the last step has been made
+        self._broken: FastDecodeError | None = None  # why steps cannot be made
+        self._ended: FastDecodeError | None = None  # why requests are refused
         self._closing_failed: BaseException | None = None  # what closing the engine raised
         self._is_finished = threading.Event()  # then its thread looks into no inbox any more
         self._seeing_off = threading.Lock()
 
     @property
-    def served(self) -> T:
+    def served(self) -> Any:
         assert self._served is not None, "not open yet"
         return self._served
 
-    def open(self) -> T:
+    def open(self) -> Any:
         """Make the engine. Returns it: what is known of it from its start on
         may be read by any thread.
 
@@ -189,9 +145,9 @@ class EngineService(Generic[T]):
         return self.served
 
     def submit(self, requests: Iterable[Request], reader: DeltaQueue) -> None:
-        """Queue requests, whose ids are unique among the open ones; work on them begins at once.
+        """Queue requests, whose ids are unique among the open ones. They start without delay.
 
-        Every request comes to one last delta for each of its sequences, or to one error: a
+        Every request ends with one last delta for each of its sequences, or with one error: a
         CapacityError if it could never fit, a RequestError if its id is in use.
 
         Raises:
@@ -205,7 +161,7 @@ class EngineService(Generic[T]):
 
     def cancel(self, request_id: str) -> None:
         """End a request with the error ``cancelled``; what it holds is free when the step in
-        flight is over. Ids of requests that are over, or of none, are no error."""
+        flight is over. Unknown ids, and those of requests that are over, are ignored."""
         self._put(partial(self._cancel, request_id))
 
     def cancel_waiting(self, reader: DeltaQueue) -> None:
@@ -216,14 +172,14 @@ class EngineService(Generic[T]):
         self._put(partial(self._cancel_all, reader, error))
 
     def forgetting(self, reader: DeltaQueue) -> Callable[[], None]:
-        """A call that ends all requests of a reader, without a word. It is one call in C, so an
+        """Return a call that ends all requests of a reader silently. It is one call in C, so an
         interrupt comes before or after it; it may be made twice."""
         return partial(self._inbox.put, partial(self._forget_all, reader))
 
     def take(self, reader: DeltaQueue, timeout_s: float | None = None) -> list[Delta]:
         return reader.take(timeout_s)
 
-    def call(self, act: Callable[[T], None]) -> None:
+    def call(self, act: Callable[[Any], None]) -> None:
         """Do something with the engine between two steps, and wait for it.
         Raises what that raises."""
         self._check_usable()
@@ -241,7 +197,7 @@ class EngineService(Generic[T]):
         self._put(act_if_open)
         _raise_if(done.get())
 
-    def look(self, at: Callable[[T], None] = lambda served: None) -> None:
+    def look(self, at: Callable[[Any], None] = lambda served: None) -> None:
         """Have the engine find out how its R-workers are, if it has no work: otherwise it does
         so anyway. Then have ``at`` look at it, between two steps, unless it is broken or
         closed. Doesn't wait. If no R-worker is left, or ``at`` raises a FastDecodeError, it is
@@ -325,16 +281,13 @@ class EngineService(Generic[T]):
         if self._is_finished.is_set():
             self._see_off()
 
-    def _make_engine(self) -> None:
-        served = self._make()
-        self._note(served)
-        self._served = served
-
     def _live(self) -> None:
         """Make the engine, say what that raised, and run it to the end. One that
         was made is closed, even if an interrupt comes before ``open`` has returned."""
         try:
-            self._make_engine()
+            served = self._make()
+            self._note(served)
+            self._served = served
             self._made.put(None)
         except BaseException as error:
             self._is_closing = True
@@ -349,7 +302,7 @@ class EngineService(Generic[T]):
             return
         try:
             while not self._is_closing:
-                self._turn(None)
+                self._turn()
         finally:
             self._is_over = True
             atexit.unregister(self._leave)
@@ -360,13 +313,11 @@ class EngineService(Generic[T]):
             self._is_finished.set()
             self._see_off()
 
-    def _turn(self, timeout_s: float | None) -> None:
+    def _turn(self) -> None:
         """Do what others want, and a step if there is work. Without work, or in a pause, wait
-        up to ``timeout_s`` for what they want."""
-        pause_s = self.served.engine.pause_s if self.has_work else None
-        waits_s = [wait_s for wait_s in (pause_s, timeout_s) if wait_s is not None]
+        for what they want."""
         try:
-            self._obey(min(waits_s, default=None))
+            self._obey(self.served.engine.pause_s if self.has_work else None)
             if not self._is_closing:
                 self._step()
         except BaseException as error:
@@ -381,7 +332,7 @@ class EngineService(Generic[T]):
                 self._inbox.get_nowait()()
 
     def _see_off(self) -> None:
-        """Answer calls that came after the engine was closed; any thread."""
+        """Answer calls that arrived after the engine was closed. Thread-safe."""
         with self._seeing_off:
             self._obey(0)
             self._hand_out()
@@ -396,7 +347,9 @@ class EngineService(Generic[T]):
         except BaseException as error:
             self._break_down(error)
         if stepped:
-            self._steps.count(began_s)
+            self._num_steps += 1
+            self._ended_s = time.monotonic()
+            self._latest_s.append(self._ended_s - began_s)
         self._note(self.served)
 
     @property
@@ -404,11 +357,10 @@ class EngineService(Generic[T]):
         return self._broken is None and self.served.engine.has_work
 
     def _note(self, served: Any) -> None:
-        steps = self._steps
         self._numbers = EngineNumbers(
-            steps.num,
-            steps.ended_s,
-            steps.longest_s,
+            self._num_steps,
+            self._ended_s,
+            max(self._latest_s),
             served.engine.num_unfinished_sequences,
             served.engine.num_running,
             served.num_r_workers,
@@ -419,22 +371,25 @@ class EngineService(Generic[T]):
     def _break_down(self, error: BaseException) -> None:
         """End every open request with the reason why no step can be made."""
         if self._broken is None:
-            self._broken = without_frames(_typed(error))
+            if not isinstance(error, FastDecodeError):
+                logger.error("a step broke down", exc_info=error)
+                error = _typed_of("a step broke down before", error)
+            self._broken = without_frames(error)
         try:
             self.served.engine.abandon(self._broken)
         except Exception:
             logger.exception("what the engine held could not be given up")
-        for request_id in self._open:
-            self._open.end(request_id, self._broken)
+        for request_id in list(self._open):
+            self._end_request(request_id, self._broken)
 
     def _end(self) -> None:
         """End what is open, leave nothing in flight, and close the engine."""
         self._ended = ConfigError("the LLM was closed before this request was over", code="closed")
-        for request_id in self._open:
+        for request_id in list(self._open):
             try:
                 self._forget(request_id)
             finally:
-                self._open.end(request_id, self._ended)
+                self._end_request(request_id, self._ended)
         self._hand_out()
         while self.has_work:
             self._step()
@@ -443,41 +398,60 @@ class EngineService(Generic[T]):
 
     def _accept(self, requests: Sequence[Request], reader: DeltaQueue) -> None:
         """Hand requests to the engine. Those that it refuses end with its reason."""
-        listener = Listener(self._open.tell, reader.every_step)
+        listener = Listener(self._tell, reader.every_step)
         for request in requests:
             request_id = request.request_id
             if request_id in self._open:
                 reader.put([Delta(request_id, 0, error=duplicate_id(request_id))])
                 continue
-            self._open.add(request_id, reader, request.params.n)
+            self._open[request_id] = _OpenRequest(reader, request.params.n)
             try:
                 refusal = self._broken or self._ended
                 if refusal is not None:
                     raise copy(refusal)
                 self.served.engine.submit(request, listener)
             except FastDecodeError as error:
-                self._open.end(request_id, without_frames(error))
+                self._end_request(request_id, without_frames(error))
             except Exception as error:
                 logger.exception("a request can't be queued")
                 self._forget(request_id)
-                self._open.end(request_id, _typed_of("it can't be queued", error))
+                self._end_request(request_id, _typed_of("it can't be queued", error))
+
+    def _tell(self, delta: Delta) -> None:
+        """Keep a delta for its reader until the step is over (``_hand_out``)."""
+        asked = self._open.get(delta.request_id)
+        if asked is None:
+            return
+        self._fresh.setdefault(asked.reader, []).append(delta)
+        asked.num_left -= delta.finish_reason is not None
+        if delta.error is not None or not asked.num_left:
+            del self._open[delta.request_id]
+
+    def _end_request(self, request_id: str, error: FastDecodeError) -> None:
+        self._tell(Delta(request_id, 0, error=error))
+
+    def _requests_of(self, reader: DeltaQueue) -> list[str]:
+        return [request_id for request_id, asked in self._open.items() if asked.reader is reader]
 
     def _cancel(self, request_id: str) -> None:
         if request_id in self._open:
             self._forget(request_id)
-            self._open.end(request_id, _cancelled())
+            self._end_request(request_id, _cancelled())
 
     def _cancel_waiting(self, reader: DeltaQueue) -> None:
-        for request_id in self.served.engine.cancel_waiting(set(self._open.of(reader))):
-            self._open.end(request_id, _cancelled())
+        for request_id in self.served.engine.cancel_waiting(set(self._requests_of(reader))):
+            self._end_request(request_id, _cancelled())
 
     def _cancel_all(self, reader: DeltaQueue, error: FastDecodeError) -> None:
-        for request_id in self._open.of(reader):
+        for request_id in self._requests_of(reader):
             self.served.engine.cancel(request_id)
-            self._open.end(request_id, error)
+            self._end_request(request_id, error)
 
     def _forget_all(self, reader: DeltaQueue) -> None:
-        for request_id in self._open.drop(reader):
+        """End all requests of a reader, which gets no last delta."""
+        self._fresh.pop(reader, None)
+        for request_id in self._requests_of(reader):
+            del self._open[request_id]
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
@@ -489,7 +463,7 @@ class EngineService(Generic[T]):
         except Exception:
             logger.exception("a request can't be let go of")
 
-    def _look(self, at: Callable[[T], None]) -> None:
+    def _look(self, at: Callable[[Any], None]) -> None:
         if self._broken is not None or self._ended is not None:
             return
         if not self.has_work:
@@ -503,7 +477,9 @@ class EngineService(Generic[T]):
 
     def _hand_out(self) -> None:
         """Give readers what they haven't been given, and say that no request is open."""
-        self._open.hand_out()
+        fresh, self._fresh = self._fresh, {}
+        for reader, deltas in fresh.items():
+            reader.put(deltas)
         while self._drained and (not self._open or self._is_finished.is_set()):
             self._drained.pop().put(None)
 
@@ -519,14 +495,6 @@ def _raise_if(failed: BaseException | None) -> None:
 
 def _cancelled() -> RequestError:
     return RequestError("the request was cancelled", code=CANCELLED)
-
-
-def _typed(error: BaseException) -> FastDecodeError:
-    """Return the error that readers get after a step broke down. A bug is its cause."""
-    if isinstance(error, FastDecodeError):
-        return error
-    logger.error("a step broke down", exc_info=error)
-    return _typed_of("a step broke down before", error)
 
 
 def _typed_of(what: str, error: BaseException) -> FastDecodeError:

@@ -46,7 +46,7 @@ def attach(fleet: HolderPool, cache: Holdings, session: Session) -> AttachedCoun
 
 def _found(fleet: HolderPool, session: int, wanted: Counts) -> Counts:
     """Return what R-workers have of it. They are asked once more for what they answered: so
-    those that share out the heads have as much as the one of them that had least."""
+    those that share out the heads keep what the least of them had."""
     found: Counts = {}
     while wanted:
         for holder, asked in wanted.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
@@ -127,7 +126,7 @@ class EngineStats(SequenceCounts):
     tiers: TierCounts = field(default_factory=TierCounts)
     """Kept blocks that were moved between tiers."""
     swap: SwapFigures | None = None
-    """What was copied of lanes' KV, in the first stage; None: nothing is swapped."""
+    """Copies of lanes' KV in the first stage. None without swapping."""
     num_handed_over: int = 0
     """With several instances: requests whose prompts were fetched by another one."""
     num_failed_fetches: int = 0  # those whose prompts couldn't be, and were run again
@@ -162,36 +161,13 @@ class EngineStats(SequenceCounts):
     def load_mean(self) -> float:
         return self.load_sum / max(self.num_steps, 1)
 
-    def count_step(self, each_s: Mapping[HolderId, float]) -> None:
-        """Count a step, with the seconds that each holder computed."""
-        self.num_steps += 1
-        self.r_compute_s += max(each_s.values(), default=0.0)
-        self.r_busy_s += sum(each_s.values())
-        for holder, busy_s in each_s.items():
-            self.r_busy_each_s[holder] += busy_s
-
-    def count_time(self, elapsed_s: float, wait_s: float, *, is_prefill: bool) -> None:
-        """Count time, and how much of it the S-worker waited. ``is_prefill``: part of a prompt ran
-        in it."""
-        self.wait_s += wait_s
-        if is_prefill:
-            self.prefill_s += elapsed_s
-        else:
-            self.decode_s += elapsed_s
-
-    def count_load(self, load: int, num_prompt_tokens: int) -> None:
-        """Count the cached tokens at the end of a step, and the prompt tokens that ran in it."""
-        self.load_sum += load
-        self.load_peak = max(self.load_peak, load)
-        self.num_prompt_tokens += num_prompt_tokens
-
 
 @dataclass(frozen=True)
 class HolderFigures:
     """A holder, which is an R-worker wherever there are R-workers."""
 
     name: str
-    lost: str | None  # why it is lost, without its name; None: it isn't
+    lost: str | None  # why it is lost, without its name, or None
     kv_blocks: int
     kv_blocks_used: int
     """Reserved, or in use: not those that are only kept for requests to come."""
@@ -205,7 +181,7 @@ class EngineFigures:
     r_workers: tuple[HolderFigures, ...]
 
     def lost_with(self, why: str) -> EngineFigures:
-        """Of an engine that is gone: so are its holders, and nothing of them is in use."""
+        """Return the figures of an engine that is gone: its holders are, and unused."""
         gone = (
             replace(each, lost=each.lost or why, kv_blocks_used=0, load_tokens=0)
             for each in self.r_workers

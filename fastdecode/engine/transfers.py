@@ -1,18 +1,25 @@
-"""Reports of R-workers on blocks that they move in the background: between tiers, and from other
-engines' R-workers."""
+"""Extensions about KV that moves in the background: between tiers, and between engines. A prompt
+that runs on one engine may decode on another, whose R-workers fetch its blocks."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import ClassVar, Final
 
+from fastdecode.core.delta import Delta
+from fastdecode.core.holders import KVSource, Part
+from fastdecode.core.model.spec import ModelSpec
+from fastdecode.core.spec import HeadShare
 from fastdecode.engine.extensions import EngineState, Extension
-from fastdecode.schedule.life.events import Event
+from fastdecode.schedule.life import events
 from fastdecode.wire.blocks import Done
 
 _MOST_SPANS: Final = 256
+_LOOK_S: Final = 0.2
+"""Pause between two looks at R-workers, while another engine has to report a fetch."""
 
 
 class FetchingTime:
@@ -37,7 +44,7 @@ class FetchingTime:
 
 
 class Transfers(Extension):
-    """Passes on how far transfers are."""
+    """Passes on R-workers' reports on how far transfers are."""
 
     def __init__(self, state: EngineState) -> None:
         self._fleet = state.fleet
@@ -45,15 +52,97 @@ class Transfers(Extension):
         self._stats = state.stats
         self._fetching = FetchingTime()
 
-    def news(self) -> Iterable[Event]:
+    def news(self) -> Iterable[events.Event]:
         for moved in self._fleet.take_moves():
             if isinstance(moved, Done):
                 job = self._stock.jobs.get(moved.job)
                 if job is not None and job.source:
-                    self._count(moved)
+                    fetching_s = self._fetching.add(time.perf_counter(), moved.seconds)
+                    self._stats.fetched_bytes += moved.num_bytes
+                    self._stats.fetch_s += moved.seconds
+                    self._stats.fetching_s += fetching_s
             yield moved
 
-    def _count(self, done: Done) -> None:
-        self._stats.fetched_bytes += done.num_bytes
-        self._stats.fetch_s += done.seconds
-        self._stats.fetching_s += self._fetching.add(time.perf_counter(), done.seconds)
+
+class KVExchange(Extension):
+    """Hands prompts over, and reports when prompts of other engines have been fetched.
+
+    Args:
+        spec: The whole model.
+        address_of: Returns where others reach an R-worker, by its index in the pool.
+        reading: A secret that gives the right to read the engine's R-workers.
+        bytes_per_s: Most that one of its R-workers fetches. 0 for no limit.
+        timeout_s: Longest silence of an R-worker that it fetches from.
+    """
+
+    instructions: ClassVar = (events.HandOver, events.HasFetched)
+
+    def __init__(
+        self,
+        state: EngineState,
+        spec: ModelSpec,
+        address_of: Callable[[int], str],
+        reading: int,
+        bytes_per_s: float,
+        timeout_s: float,
+    ) -> None:
+        self._fleet = state.fleet
+        self._requests = state.requests
+        self._sequences = state.lifecycle.handing
+        self._address_of, self._reading = address_of, reading
+        self._every_head = HeadShare(slice(0, spec.num_kv_heads), slice(0, 0))
+        self._every_layer = range(spec.num_layers)
+        state.lifecycle.scheduler.ledger.cache.stock.peer_terms = timeout_s, bytes_per_s
+
+    @property
+    def idle_pause_s(self) -> float:
+        """Seconds between two looks while other engines fetch what is held. 0 if none does."""
+        return _LOOK_S if self._sequences.has_exported else 0.0
+
+    def listen(self) -> None:
+        """Find out which R-workers with held blocks are lost."""
+        if self._sequences.has_exported:
+            self._fleet.look()
+
+    def do(self, instruction: events.HandOver | events.HasFetched) -> tuple[()]:
+        sequence = instruction.sequence
+        delta = Delta(sequence.request.request_id, sequence.index)
+        match instruction:
+            case events.HandOver(num_tokens=num_tokens):
+                assert sequence.residence is not None
+                parts = [
+                    replace(part, num_tokens=min(num_tokens, part.end) - part.first_token)
+                    for part in sequence.residence.parts
+                    if part.first_token < num_tokens
+                ]
+                self._requests.say(replace(delta, sources=self._sources(parts, is_held=True)))
+            case events.HasFetched(failed=failed):
+                self._requests.say(replace(delta, has_fetched=True, fetch_failed=failed))
+        return ()
+
+    def finishing(self, finish: events.Finish) -> None:
+        """Report where the sequence's blocks can be read: other requests may start with them."""
+        if sources := self._sources(finish.kept, is_held=False):
+            sequence = finish.sequence
+            self._requests.say(Delta(sequence.request.request_id, sequence.index, sources=sources))
+
+    def _sources(self, parts: Iterable[Part], *, is_held: bool) -> tuple[KVSource, ...]:
+        """Return where the blocks of these parts can be read."""
+        sources: list[KVSource] = []
+        for part in parts:
+            for worker, shard in self._fleet.workers_of(part.holder).items():
+                heads, layers = shard.heads or self._every_head, shard.layers or self._every_layer
+                sources.append(
+                    KVSource(
+                        self._address_of(worker),
+                        self._reading,
+                        part.first_token,
+                        part.num_tokens,
+                        int(heads.kv.start),
+                        heads.num_kv_heads,
+                        layers.start,
+                        len(layers),
+                        is_held,
+                    )
+                )
+        return tuple(sources)

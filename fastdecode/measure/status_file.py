@@ -26,7 +26,7 @@ Look: TypeAlias = Callable[[bool], tuple[str, Mapping[str, Any]]]
 
 def engine_status(
     model: str,
-    service: EngineService[Any],
+    service: EngineService,
     stats: Callable[[], EngineStats],
     progress: Callable[[], Mapping[str, Any]] = dict,
 ) -> Look:

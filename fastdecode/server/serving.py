@@ -91,7 +91,7 @@ class Bridge(threading.Thread):
 
     def __init__(
         self,
-        service: EngineService[Any],
+        service: EngineService,
         channel: link.Channel,
         limits: RequestLimits,
         figures: Callable[[Any], dict[str, Any]] = lambda served: {},
@@ -213,7 +213,7 @@ class Serving:
 
     def __init__(
         self,
-        service: EngineService[Any],
+        service: EngineService,
         bridge: Bridge,
         signals: Signals,
         reload: Callable[[], None],

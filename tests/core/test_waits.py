@@ -61,5 +61,5 @@ def test_the_thread_of_an_engine_sleeps_in_time() -> None:
 
     with LLM(str(CHECKPOINT), r_workers=1) as llm:
         slacks: list[int] = []
-        llm._service.call(lambda engine: slacks.append(timer_slack_ns()))
+        llm.service.call(lambda engine: slacks.append(timer_slack_ns()))
     assert slacks == [TIMER_SLACK_NS]

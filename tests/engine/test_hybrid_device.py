@@ -21,8 +21,8 @@ from fastdecode.core.spec import KVSpec
 from fastdecode.engine.step import mixed_step
 from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.device import DeviceWorker
-from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.mixed_step import DeviceLane, MixedAttention, StepMode
+from fastdecode.engine.step.pipeline import LaneStep
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Open, Welcome
@@ -53,7 +53,7 @@ class HybridRun(Run):
         self.connection.send(hello)
         assert isinstance(self.connection.poll(), Welcome)
         object.__setattr__(self.remote, "holders", HOLDERS)
-        self.plan = MixedAttention(self.remote, self.connection, self.gpu)
+        self.plan = MixedAttention(self.remote, self.connection)
         self.opened: set[int] = set()
 
     def _batch(self, lane: int, num_rows: int, step: int) -> StepBatch:

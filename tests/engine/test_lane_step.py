@@ -12,8 +12,9 @@ from device_runs import NUM_LAYERS, Run
 
 from fastdecode.core.holders import Holder, HolderKind, Part, Residence
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
+from fastdecode.engine.extensions import StepTiming
 from fastdecode.engine.step.batch import StepBatch
-from fastdecode.engine.step.lane_step import Begun, LaneStep, StepRecord
+from fastdecode.engine.step.pipeline import Begun, LaneStep, StepRecord
 from fastdecode.schedule.plan import Chunk
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
 
@@ -51,7 +52,8 @@ def test_what_a_chunk_attends_of_its_past_is_load(prompts_on_r: bool) -> None:
     record.r_s.update({0: 0.25, 1: 0.5})  # type: ignore[dict-item]
     forward: Any = SimpleNamespace(device_s=lambda: 0.0, layer=0)
     times = Told()
-    LaneStep(0, batch, np.zeros(0, np.int64), record, Begun(), forward).tell(times, None, 0.0)
+    step = LaneStep(0, batch, np.zeros(0, np.int64), record, Begun(), forward)
+    StepTiming(times).completed(step, 0.0)
     parts = {0: RPartTime(51 + 30 + 8, 7 + 9 + 4, 0.25), 1: RPartTime(32, 4, 0.5)}
     assert times.told == (1, 20, parts)
 

@@ -21,9 +21,8 @@ from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.resharing import GROUP, Resharing
-from fastdecode.engine.stages.first_stage import ColumnReplacements
 from fastdecode.engine.stages.links import StageLinks
-from fastdecode.engine.stages.pool import ColumnPool, StagePool
+from fastdecode.engine.stages.pool import ColumnPool, ColumnReplacements, StagePool
 from fastdecode.engine.stages.relay import ColumnRegreeting, Relay
 from fastdecode.wire.blocks import (
     KEY_WORDS,
@@ -133,10 +132,10 @@ def greet(stages: Stages) -> None:
     """The later stages are greeted, and answer."""
     blocks = (9,) * len(stages.fleet)
     hello = StageHello(1, "", 1, len(blocks), 1, 0, 3, 4, 16, DType.FLOAT32, DType.FLOAT32)
-    stages.later.greet({1: hello, 2: replace(hello, stage=2, num_layers=2)})
-    stages.say(1, StageWelcome(1, blocks))
-    stages.say(2, StageWelcome(2, blocks))
-    assert stages.later.welcomes((1, 2)) is not None
+    for stage in (1, 2):
+        stages.ends[1 + stage].send(StageWelcome(stage, blocks))
+    hellos = {1: hello, 2: replace(hello, stage=2, num_layers=2)}
+    assert len(stages.later.greet(hellos, stages.fleet.receive)) == 2
 
 
 def stocked(column: int, is_last: bool = True) -> Inventory:

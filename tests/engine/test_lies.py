@@ -24,7 +24,6 @@ from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.step import remote
-from fastdecode.engine.step.lane_step import StepRecord
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import (
     Accepted,
@@ -73,7 +72,7 @@ def test_no_layer_is_written_over_one_that_is_still_lent() -> None:
         specs=(None,) * 9,
     )
     batch: Any = SimpleNamespace(spans=(span,), local=())
-    step = remote.RemotePart(plan, batch, StepRecord(batch.spans))
+    step = remote.RemotePart(plan, batch, remote.StepRecord(batch.spans))
     for layer in range(LENT_LAYERS):
         step.scatter(layer, *torch.zeros(3, 4, 1, 8), None)
         assert step.ready() == (layer < LENT_LAYERS - 1)

@@ -25,8 +25,7 @@ from fastdecode.core.model.identity import identify
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
 from fastdecode.engine.setup.devices import describe_device
 from fastdecode.engine.setup.memory import FreeMemory
-from fastdecode.engine.setup.placing import PlacementHost, place
-from fastdecode.engine.setup.resolve import ResolvedConfig, resolve
+from fastdecode.engine.setup.resolve import PlacementHost, ResolvedConfig, place, resolve
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
 from fastdecode.wire.codec import MAX_BODY_BYTES
 from sworker.graphs import MAX_GRAPHS

@@ -25,10 +25,10 @@ def request(request_id: str, max_tokens: int = 3, n: int = 1) -> Request:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Counting], EngineService[Counting]]]:
-    opened: list[EngineService[Counting]] = []
+def serve() -> Iterator[Callable[[Counting], EngineService]]:
+    opened: list[EngineService] = []
 
-    def make(engine: Counting) -> EngineService[Counting]:
+    def make(engine: Counting) -> EngineService:
         opened.append(EngineService(lambda: engine))
         opened[-1].open()
         return opened[-1]
@@ -38,7 +38,7 @@ def serve() -> Iterator[Callable[[Counting], EngineService[Counting]]]:
         service.close()
 
 
-def read(service: EngineService[Counting], reader: DeltaQueue, num_ends: int) -> list[Delta]:
+def read(service: EngineService, reader: DeltaQueue, num_ends: int) -> list[Delta]:
     """Deltas until so many sequences, or requests with an error, are over."""
     found: list[Delta] = []
     while sum(d.finish_reason is not None or d.error is not None for d in found) < num_ends:
@@ -54,7 +54,7 @@ def tokens_of(deltas: list[Delta], request_id: str, index: int = 0) -> list[int]
     ]
 
 
-Serve = Callable[[Counting], EngineService[Counting]]
+Serve = Callable[[Counting], EngineService]
 
 
 def test_every_reader_is_told_of_its_own_requests(serve: Serve) -> None:
@@ -285,7 +285,7 @@ def test_a_look_may_come_while_the_engine_is_made() -> None:
         service.look(lambda engine: looked.set())
         return Counting()
 
-    service: EngineService[Counting] = EngineService(make)
+    service: EngineService = EngineService(make)
     service.open()
     assert looked.wait(PATIENCE_S)
     service.close()

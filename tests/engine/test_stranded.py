@@ -17,11 +17,10 @@ from state_machine import HELLO
 from fastdecode.core.delta import CANCELLED, DeltaQueue
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.extensions import EngineState
+from fastdecode.engine.extensions import EngineState, Recovery
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import LONGEST_PAUSE_S, HubReplacements
-from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.service import EngineService
 from fastdecode.schedule.life.lifecycle import Lifecycle
@@ -68,7 +67,7 @@ class Served:
 
 
 @pytest.fixture
-def stranded() -> Iterator[tuple[EngineService[Served], DeltaQueue]]:
+def stranded() -> Iterator[tuple[EngineService, DeltaQueue]]:
     """A service whose R-workers are all lost while a request runs."""
     nobody, reader = Nobody(), DeltaQueue()
     with rig(2, crash={0: 20, 1: 20}, replacements=nobody) as made:
@@ -81,7 +80,7 @@ def stranded() -> Iterator[tuple[EngineService[Served], DeltaQueue]]:
         service.close()
 
 
-def ends(service: EngineService[Served], reader: DeltaQueue, num_ends: int) -> dict[str, str]:
+def ends(service: EngineService, reader: DeltaQueue, num_ends: int) -> dict[str, str]:
     """The codes of the errors with which so many requests end."""
     found: dict[str, str] = {}
     while len(found) < num_ends:
@@ -93,7 +92,7 @@ def ends(service: EngineService[Served], reader: DeltaQueue, num_ends: int) -> d
 
 @pytest.mark.timeout(120)
 def test_requests_are_taken_and_cancelled_meanwhile(
-    stranded: tuple[EngineService[Served], DeltaQueue],
+    stranded: tuple[EngineService, DeltaQueue],
 ) -> None:
     service, reader = stranded
     num_steps = service.snapshot().engine.num_steps
@@ -111,7 +110,7 @@ def test_requests_are_taken_and_cancelled_meanwhile(
 
 
 @pytest.mark.timeout(120)
-def test_it_is_closed_meanwhile(stranded: tuple[EngineService[Served], DeltaQueue]) -> None:
+def test_it_is_closed_meanwhile(stranded: tuple[EngineService, DeltaQueue]) -> None:
     service, reader = stranded
     service.close()
     assert ends(service, reader, 2) == {"a": "closed", "bb": "closed"}

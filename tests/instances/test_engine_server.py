@@ -27,8 +27,8 @@ GOOD = Request("good", (1, 2), SamplingParams(), 3, seed=0)
 
 
 @pytest.fixture
-def service() -> Iterator[EngineService[Counting]]:
-    service: EngineService[Counting] = EngineService(Counting)
+def service() -> Iterator[EngineService]:
+    service: EngineService = EngineService(Counting)
     service.open()
     yield service
     service.close()
@@ -55,7 +55,7 @@ class Client:
         return messages
 
 
-def test_totals_come_before_the_end_of_a_request(service: EngineService[Counting]) -> None:
+def test_totals_come_before_the_end_of_a_request(service: EngineService) -> None:
     client = Client(service, lambda: {"totals": "at the end"})
     client.server.obey(Submit([GOOD]))
     *before, last = client.until(lambda delta: delta.finish_reason is not None)
@@ -91,7 +91,7 @@ def test_an_engine_that_hangs_reports_nothing_where_totals_are_wanted() -> None:
     ],
 )
 def test_a_refused_request_leaves_totals_to_the_engines_thread(
-    service: EngineService[Counting], bad: Request
+    service: EngineService, bad: Request
 ) -> None:
     askers = set()
 

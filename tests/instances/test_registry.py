@@ -128,7 +128,7 @@ def test_a_router_that_hears_nothing_more_ends_all_requests(registry: Registry) 
         inbox.registry = registry
         return around
 
-    service: EngineService[Any] = EngineService(make, inbox=inbox)
+    service: EngineService = EngineService(make, inbox=inbox)
     service.open()
     reader = DeltaQueue()
     service.submit([Request("a", (5,), SamplingParams(), 3, seed=1)], reader)

@@ -51,8 +51,8 @@ class Channel:
 
 
 @pytest.fixture
-def service() -> Iterator[EngineService[Counting]]:
-    service: EngineService[Counting] = EngineService(Counting)
+def service() -> Iterator[EngineService]:
+    service: EngineService = EngineService(Counting)
     service.open()
     yield service
     service.close()
@@ -65,7 +65,7 @@ def channel() -> Iterator[Channel]:
     channel.said.put(BrokenPipeError())
 
 
-def bridge_of(service: EngineService[Counting], channel: Channel) -> Bridge:
+def bridge_of(service: EngineService, channel: Channel) -> Bridge:
     bridge = Bridge(service, channel, RequestLimits(100, 100))  # type: ignore[arg-type]
     bridge.start()
     return bridge
@@ -74,7 +74,7 @@ def bridge_of(service: EngineService[Counting], channel: Channel) -> Bridge:
 @pytest.mark.parametrize("error", [OverflowError("inf"), MemoryError(), ValueError("no JSON")])
 @pytest.mark.parametrize("receives", [True, False])
 def test_a_message_that_cannot_pass_means_that_the_http_process_is_gone(
-    service: EngineService[Counting], channel: Channel, receives: bool, error: Exception
+    service: EngineService, channel: Channel, receives: bool, error: Exception
 ) -> None:
     channel.said.put(error if receives else None)
     channel.refuses = None if receives else error
@@ -82,7 +82,7 @@ def test_a_message_that_cannot_pass_means_that_the_http_process_is_gone(
 
 
 def test_is_open_once_the_http_process_has_read_the_engines_status(
-    service: EngineService[Counting], channel: Channel
+    service: EngineService, channel: Channel
 ) -> None:
     bridge = bridge_of(service, channel)
     assert isinstance(channel.heard.get(timeout=WAIT_S), StatusReport)
@@ -100,7 +100,7 @@ def test_is_open_once_the_http_process_has_read_the_engines_status(
     ],
 )
 def test_a_request_that_cannot_be_read_ends_alone(
-    service: EngineService[Counting], channel: Channel, bad: Request
+    service: EngineService, channel: Channel, bad: Request
 ) -> None:
     bridge = bridge_of(service, channel)
     channel.said.put(Submit([bad, GOOD]))
@@ -122,7 +122,7 @@ def test_the_link_carries_as_many_keys_as_are_allowed(kind: Callable[..., Any]) 
 
 
 def test_many_logprobs_are_sent_as_several_messages(
-    service: EngineService[Counting], channel: Channel, monkeypatch: pytest.MonkeyPatch
+    service: EngineService, channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = (None, *(MOST_VALUES // 2 + 1) * (TokenLogprob(1, -1.0),))
     answers = [Delta(name, 0, finish_reason="length", prompt_logprobs=steps) for name in "abc"]

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
+from typing import TYPE_CHECKING, Final, NamedTuple, get_args
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import Instances
@@ -62,7 +62,7 @@ def make_service(
     trace: Trace | None,
     times: MeasuredTimes | None,
     session: Session | None,
-) -> EngineService[Any]:
+) -> EngineService:
     """Return the service that runs requests as it was configured. It isn't open yet.
 
     Args:

@@ -181,7 +181,7 @@ def _serve(
         colocation = Colocation(servers, place.name, num_here, place.role)
         is_here = not config.cluster.r_worker_addresses
         make = partial(_make, config, tell, colocation if is_here else None)
-        service: EngineService[RunningEngine] = EngineService(make)
+        service: EngineService = EngineService(make)
         stack.callback(service.close)
         running = service.open()
         service.call(lambda opened: opened.engine.give_role(place.role))
@@ -242,7 +242,7 @@ def _lead_instance(own: EngineConfig, colocation: Colocation, job: MpiJob, tell:
     kinds, name = frozenset(get_args(ToInstance)), colocation.name
     hub: MpiHub[FromInstance, ToInstance] = MpiHub(job, kinds, is_hurried=False)
     hub.connect(S_RANK, "the controller (rank 0)", line=CONTROL_LINE)
-    service: EngineService[RunningEngine] = EngineService(partial(_make, own, tell, colocation))
+    service: EngineService = EngineService(partial(_make, own, tell, colocation))
     try:
         with contextlib.closing(service):
             running = service.open()

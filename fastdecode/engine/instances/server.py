@@ -116,7 +116,7 @@ class EngineServer:
 
     def __init__(
         self,
-        service: EngineService[Any],
+        service: EngineService,
         limits: RequestLimits,
         figures: Callable[[Any], Mapping[str, Any]],
         wake: Callable[[], None],
@@ -247,7 +247,7 @@ class InstanceServer:
     def __init__(
         self,
         listener: Any,
-        service: EngineService[Any],
+        service: EngineService,
         running: Any,
         welcome: InstanceWelcome,
         limits: RequestLimits,

@@ -58,13 +58,9 @@ def free_memory(device: torch.device) -> FreeMemory:
     # What an engine before this one has given back, torch keeps for the next.
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     name = torch.cuda.get_device_name(device)
-    return FreeMemory(free_memory_bytes(), free + kept, total, _graph_node_bytes(), name)
-
-
-def _graph_node_bytes() -> int:
-    """What a kernel in a CUDA graph takes of the GPU, by its driver."""
     version = getattr(torch._C, "_cuda_getDriverVersion", lambda: _R550)()
-    return NODE_BYTES if version >= _R550 else OLD_NODE_BYTES
+    node_bytes = NODE_BYTES if version >= _R550 else OLD_NODE_BYTES
+    return FreeMemory(free_memory_bytes(), free + kept, total, node_bytes, name)
 
 
 def describe_device(device: torch.device, free: FreeMemory, asked: str = "") -> str:

@@ -25,7 +25,7 @@ from fastdecode.engine.setup.workers import Reached
 from fastdecode.engine.stages.pool import StagePool
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Welcome
 from fastdecode.wire.stages import StageWelcome
-from rworker.stream.chunk_endpoints import LINK_BYTES
+from rworker.stream.mirror import LINK_BYTES
 from sworker.ranks.group import Ranks
 from sworker.swap.swapped import NUM_SLOTS
 
@@ -35,10 +35,10 @@ Welcomes = Mapping[HolderId, Welcome]
 def make_hello(
     checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig, ranks: Ranks | None
 ) -> Hello:
-    """Return what holders are greeted with: in a session of its own, where their caches are to
+    """Return what holders are greeted with: in a new session, where their caches are to
     outlive R-workers.
 
-    S-workers that act as one, each with KV on its own device, offer as many blocks as all of
+    S-workers that act as one, each with KV on its own device, offer the blocks that all of
     them have room for. Every rank takes part.
     """
     kv, attention = kept_by_rank(spec, resolved, 0)
@@ -128,7 +128,7 @@ def _options(
     keepers: Mapping[HolderId, HolderId],
 ) -> LinkOptions:
     timeout_s = config.cluster.worker_timeout_s
-    # After the loss of a device without a replica no holder is left that could recompute.
+    # A device is the only holder: after its loss nothing could recompute.
     on_host = keepers and DISK not in keepers.values()
     begin_s = max(timeout_s, GREETING_TIMEOUT_S) if on_host else 0.0
     return LinkOptions(addresses, LINK_BYTES, timeout_s, session, keepers, begin_s)
@@ -174,8 +174,8 @@ def cache_identity(resolved: ResolvedConfig, checkpoint: Checkpoint) -> str:
 
     The S-worker's kind of device is among it, since blocks on disk may be of another run: a GPU
     rounds otherwise than a CPU, in float32, too. What isn't: threads, kernels of one kind of
-    device, and who attends prompts. They add the same numbers in another order, as a prompt does
-    that is cut into other chunks, and in float32 a request's tokens don't depend on them.
+    device, and the side that attends prompts. They add the same numbers in another order, as
+    other chunks of a prompt do, and in float32 a request's tokens don't depend on them.
     """
     device = resolved.device.type
     kv = f"{resolved.kv_dtype}{'' if resolved.kv_dtype.is_float else ', keys evened out'}"

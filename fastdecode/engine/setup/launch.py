@@ -19,12 +19,17 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId, HolderKind
 from fastdecode.core.model.checkpoint import open_checkpoint
-from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
 from fastdecode.core.resuming import Session
 from fastdecode.core.trace import Trace
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.extensions import EngineState, Extension, StepTiming
+from fastdecode.engine.extensions import (
+    EngineState,
+    Extension,
+    Recovery,
+    ReplicaRecovery,
+    StepTiming,
+)
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.greeting import greet, limits, offer_for_replicas
 from fastdecode.engine.fleet.groups import GroupPool
@@ -32,8 +37,6 @@ from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.replicas import Replicas, new_session
 from fastdecode.engine.fleet.resharing import Resharing
-from fastdecode.engine.kv_exchange import KVExchange, PeerTerms
-from fastdecode.engine.recovery import recovery_of
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.session import Recorder, attach
 from fastdecode.engine.setup.devices import describe_device
@@ -54,7 +57,7 @@ from fastdecode.engine.setup.reach import (
 )
 from fastdecode.engine.setup.resolve import resolve_for_this_host
 from fastdecode.engine.setup.s_worker import load_stage, make_s_worker
-from fastdecode.engine.setup.scheduling import lane_control, measured_times, schedule_for
+from fastdecode.engine.setup.scheduling import measured_times, schedule_for
 from fastdecode.engine.setup.stages import (
     ThreadStages,
     connected,
@@ -63,12 +66,13 @@ from fastdecode.engine.setup.stages import (
     whole_columns,
 )
 from fastdecode.engine.setup.workers import pools_of
-from fastdecode.engine.stages.first_stage import ColumnReplacements, FirstStage
-from fastdecode.engine.stages.pool import ColumnPool, StagePool
+from fastdecode.engine.stages.pool import ColumnPool, ColumnReplacements, StagePool
+from fastdecode.engine.stages.steps import FirstStage
 from fastdecode.engine.step.device import DeviceAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.reached_device import ReachedDevice
-from fastdecode.engine.transfers import Transfers
+from fastdecode.engine.transfers import KVExchange, Transfers
+from fastdecode.schedule.lanes import LaneChoice, LaneControl
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.ring import neighbour
 from fastdecode.schedule.times import MeasuredTimes
@@ -85,7 +89,6 @@ logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.01
 """Whether those that are left have answered, when one was lost while all were greeted."""
-_GBIT_BYTES = 1e9 / 8
 
 
 class RunningEngine:
@@ -94,11 +97,11 @@ class RunningEngine:
     Args:
         progress: Called with what is being done, one line at a time.
         times: What is known of step times before the first one. Gets how long each step took.
-            None: what is needed of it is learnt.
-        session: Of a run that another process may go on with, for R-workers at addresses. None if
+            If None, the schedule measures what it needs.
+        session: Of a run that another process may continue, for R-workers at addresses. None if
             none can.
         colocation: Other engines' R-workers in this process, which reach this one's.
-        is_instance: Other engines go on with its prompts, and it with theirs; with a
+        is_instance: Other engines continue its prompts, and it continues theirs. With a
             ``colocation`` they do anyway.
 
     Raises:
@@ -124,6 +127,7 @@ class RunningEngine:
         self._checkpoint = open_checkpoint(config.model, config.s_part.load_format)
         self.spec = self._checkpoint.spec(max_model_len=config.s_part.max_model_len)
         self.resolved = resolve_for_this_host(config, self.spec, beside=colocation)
+        self._own_spec = stage_spec(self.spec, self.resolved.layers[0])
         self._opened = ExitStack()
         try:
             self._is_instance = is_instance or colocation is not None
@@ -211,7 +215,7 @@ class RunningEngine:
                 blocks_of = {x: y.num_blocks for x, y in welcomes.items()}
                 replacements.limit(limits(blocks_of, workers.num_holders))
         if workers.stages is not None:
-            others = greet_stages(self._fleet, workers.stages, self._setups, greeting)
+            others = greet_stages(self._fleet, self._setups, greeting)
             for other in others:  # of threads they are known, and kept up to date
                 self._stage_addresses.setdefault(other.stage, other.addresses)
             welcomes, missing = whole_columns(welcomes, others)
@@ -244,11 +248,6 @@ class RunningEngine:
         if isinstance(fleet, ColumnPool) and places is not None:
             return ColumnReplacements(fleet, hello, places, deadlines.timeout_s)
         return places
-
-    @property
-    def _own_spec(self) -> ModelSpec:
-        layers = self.resolved.layers
-        return self.spec if len(layers) == 1 else stage_spec(self.spec, layers[0])
 
     def _load_model(self, tell: Callable[[str], None]) -> Model:
         """Load the model, or this rank's part of it once the others have been met."""
@@ -316,7 +315,7 @@ class RunningEngine:
         replicas: Replicas | None,
         replacements: Replacements | None,
     ) -> Engine:
-        """Make the engine, once R-workers have said what room they have: ``blocks`` of each."""
+        """Make the engine, once R-workers have offered their room: ``blocks`` of each."""
         resolved, fleet, session = self.resolved, self._fleet, self._session
         s_worker = make_s_worker(self.spec, model, resolved, self._ranks)
         attention = make_attention(
@@ -353,25 +352,31 @@ class RunningEngine:
             session.begin()
         if replicas is not None:
             replicas.begin()  # of what is attached, too
-        recovery = recovery_of(state, replicas, replacements)
+        if replicas is None:
+            recovery = Recovery(state, replacements)
+        else:
+            recovery = ReplicaRecovery(state, replicas, replacements)
         extensions = self._extensions(state, times)
         return Engine(s_worker, pipeline, state, recovery, extensions, trace)
 
     def _extensions(self, state: EngineState, times: MeasuredTimes | None) -> list[Extension]:
         extensions: list[Extension] = []
         if times is not None:
-            lanes = state.lifecycle.scheduler.hybrid or lane_control(self.resolved, times)
+            lanes: LaneChoice | None = state.lifecycle.scheduler.hybrid
+            resolved = self.resolved
+            if lanes is None and resolved.lanes.adapt:
+                most, num_stages = resolved.lanes.most, len(resolved.layers)
+                first = resolved.schedule.num_lanes
+                lanes = LaneControl(times, first, most=most, num_stages=num_stages)
             extensions.append(StepTiming(times, lanes))
         has_tiers = any(welcome.has_tier for welcome in self.welcomes)
         if has_tiers or self._is_instance:
             extensions.append(Transfers(state))
         if self._is_instance:
             config = self.resolved.config
-            bytes_per_s = (config.instances.fetch_gbps or 0.0) * _GBIT_BYTES
-            shape = self.spec.num_kv_heads, self.spec.num_layers
-            pace = bytes_per_s, config.cluster.worker_timeout_s
-            terms = PeerTerms(self._address_of, *shape, self._reading, *pace)
-            extensions.append(KVExchange(state, terms))
+            pace = (config.instances.fetch_gbps or 0.0) * 1e9 / 8, config.cluster.worker_timeout_s
+            exchange = KVExchange(state, self.spec, self._address_of, self._reading, *pace)
+            extensions.append(exchange)
         if self._session is not None:
             extensions.append(Recorder(self._session, state.lifecycle.sequences))
         return extensions

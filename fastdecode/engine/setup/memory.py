@@ -1,7 +1,7 @@
 """What an engine will take of the host's and the device's memory, computed before anything is
 loaded.
 
-A pure function of sizes: weights, what a step's rows need at once, pinned memory between device
+A pure function of sizes: weights, what a step's rows need, pinned memory between device
 and host, and what is left for the KV cache. Estimates err on the large side; what they leave out
 (a CUDA context, libraries' workspaces) has a fixed share of its own.
 """
@@ -18,7 +18,7 @@ from sworker.buffers import LENT_LAYERS
 from sworker.sampling.sampler import MAX_BLOCK_ELEMENTS
 
 Mend: TypeAlias = "tuple[str | Given, ...]"
-"""What to lower or change, in the words of an error."""
+"""Options to lower or change, in the words of an error."""
 CUDA_RESERVE_BYTES = 1 << 30  # workspaces, fragmentation
 GRAPH_BYTES = 256 << 10
 """What a captured graph of a dozen kernels takes of the device's memory,
@@ -28,7 +28,7 @@ OLD_NODE_BYTES, NODE_BYTES = 64 << 10, 8 << 10
 """What a kernel of a graph takes with drivers before and from R550 on; the second
 is an estimate."""
 _HELD_SHARE = 8
-"""Prompts under way may take one part in so many of what is left beside the S-part."""
+"""Prompts under way may take one part in eight of what the S-part leaves."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class KVDemand:
     on_device: bool  # beside the S-part; else on the host
     num_caches: int
     """R-workers in this process; 0: they are elsewhere, and decide for themselves."""
-    cache_bytes: int | None  # of each; None: what is left
+    cache_bytes: int | None  # of each, or None for what is left
     is_on_both: bool = False  # a cache on the device beside those
     swapped_lanes: int = 0
     """Lanes whose KV is in the host's memory, and two lanes' of it in each

@@ -114,8 +114,7 @@ def mirror_leader(
         make_kv = None
         if resolved.transport == "local":
             ranks.agree(resolved.memory.kv_bytes)
-            is_whole = len(resolved.layers) == 1
-            own_spec = planned if is_whole else stage_spec(planned, resolved.layers[stage])
+            own_spec = stage_spec(planned, resolved.layers[stage])
             make_kv = _KeptByRank(own_spec, resolved, ranks)
         step_graphs = prepare(model, resolved, ranks)
     mirror(spec, model, ranks, step_graphs, make_kv)
@@ -144,8 +143,11 @@ class _KeptByRank:
 def _meeting_place(job: MpiJob, members: range) -> Iterator[Path]:
     """A path that all of these ranks know, in a directory of this user's alone;
     gone when they have met."""
-    leader, others = members[0], members[1:]
-    several_hosts = _SEVERAL_HOSTS.format(tp=len(members), first=leader, last=members[-1])
+    leader, others, tp = members[0], members[1:], len(members)
+    several_hosts = (
+        f"the {tp} S-workers of tp={tp} are on several hosts: place ranks {leader} to "
+        f"{members[-1]} on one host"
+    )
     if job.rank != leader:
         job.send_text(leader, job.host)
         place = job.receive_text(leader, JOINING_TIMEOUT_S)
@@ -165,8 +167,3 @@ def _meeting_place(job: MpiJob, members: range) -> Iterator[Path]:
         yield Path(directory, "ranks")
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-_SEVERAL_HOSTS = (
-    "the {tp} S-workers of tp={tp} are on several hosts: place ranks {first} to {last} on one host"
-)

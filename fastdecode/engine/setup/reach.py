@@ -20,26 +20,26 @@ from fastdecode.engine.fleet.pool import RHub
 from fastdecode.engine.setup.resolve import ResolvedConfig, kept_by_rank, kv_spec, stages_are_ranks
 from fastdecode.engine.setup.workers import (
     REACH_TIMEOUT_S,
+    Close,
     Reached,
-    WorkerThreads,
     name_prefix,
     reach_addresses,
-    reach_inline,
     reach_stage_ranks,
     reach_threads,
+    start_threads,
     with_spares,
 )
 from fastdecode.engine.step.device import DeviceAttention, DeviceWorker, whole_steps
-from fastdecode.engine.step.lane_step import Attention
 from fastdecode.engine.step.mixed_step import DEVICE_LANE, DeviceLane, MixedAttention
 from fastdecode.engine.step.prompts import DevicePrefill
 from fastdecode.engine.step.reached_device import ReachedDevice
-from fastdecode.engine.step.remote import AttentionPlan
+from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.engine.step.swapped import LaneExecutor, SwappedLanes
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, ToRWorker
 from fastdecode.wire.transport import JoinedHub, PolledHub
+from rworker.inline import make_inline_worker
 from rworker.tiers.disk import Disk, disk_of
 from rworker.transfers.neighbours import Neighbourhood, ThreadNeighbours
 from sworker.dtypes import torch_dtype
@@ -60,9 +60,9 @@ def reach_workers(
     the others are reached, too.
 
     Args:
-        hub: Gets the connections to those that are threads. None: one of theirs alone.
+        hub: Gets the connections to those that are threads. None for a hub of theirs alone.
         beside: Other engines' R-workers in this process.
-        s_threads: CPU threads of the S-part. None: its share of torch's.
+        s_threads: CPU threads of the S-part. None for its share of torch's.
     """
     config, are_ranks = resolved.config, has_stage_ranks(resolved)
     num_engines = 1 if beside is None else beside.num_engines
@@ -70,17 +70,26 @@ def reach_workers(
     if resolved.transport == "local":
         workers = reach_own_device(resolved, beside, 0 if are_ranks else stage)
     elif resolved.transport == "zmq":
-        workers = _reach_addresses(config, stage)
+        cluster = config.cluster
+        each = len(cluster.r_worker_addresses) // config.s_part.pp  # in their order
+        workers = reach_addresses(
+            cluster.r_worker_addresses[stage * each : (stage + 1) * each],
+            key_file=cluster.key,
+            silence_s=cluster.worker_silence_s,
+            reach_timeout_s=min(REACH_TIMEOUT_S, cluster.worker_timeout_s),
+        )
     elif resolved.transport == "inline":
         # A runtime's threads serve both parts only where both want as many.
         threads = s_threads or torch.get_num_threads() // resolved.stages_at_once
-        workers = reach_inline(
+        inline = make_inline_worker(
+            f"{name_prefix(None, stage)}r0",
             kv_bytes=resolved.memory.kv_bytes,
             num_threads=resolved.r_threads,
             openmp_library=openmp_library() if resolved.r_threads == max(1, threads) else None,
             disk=own_disk(config, num_engines),
-            stage=stage,
         )
+        polled: RHub = PolledHub([inline])
+        workers = Reached(polled, lambda lost, timeout_s: inline.close(), answers_at_once=True)
     elif resolved.transport == "inproc":
         workers = reach_threads(
             config.r_part.r_workers + config.cluster.spare_r_workers,
@@ -99,18 +108,6 @@ def reach_workers(
                 workers.close((), 0.0)
             raise
     return with_spares(workers, config.cluster.spare_r_workers)
-
-
-def _reach_addresses(config: EngineConfig, stage: int) -> Reached:
-    """Reach the R-workers at addresses that are a stage's: as many for each, in their order."""
-    cluster = config.cluster
-    each = len(cluster.r_worker_addresses) // config.s_part.pp
-    return reach_addresses(
-        cluster.r_worker_addresses[stage * each : (stage + 1) * each],
-        key_file=cluster.key,
-        silence_s=cluster.worker_silence_s,
-        reach_timeout_s=min(REACH_TIMEOUT_S, cluster.worker_timeout_s),
-    )
 
 
 def has_stage_ranks(resolved: ResolvedConfig) -> bool:
@@ -154,7 +151,14 @@ def reach_own_device(
         executors = [LaneExecutor(swap, disk) for _ in range(num_lanes)]
         kv_bytes //= NUM_SLOTS
     else:
-        host_bytes = _host_tier_bytes(config, num_here * num_engines)
+        kept_gb, num_s_workers = config.cache.cache_memory_gb, num_here * num_engines
+        host_bytes, free_bytes = int((kept_gb or 0) * 1e9), free_memory_bytes()
+        if host_bytes * num_s_workers > free_bytes:
+            raise ConfigError(
+                Given("cache_memory_gb", kept_gb),
+                f" for {num_s_workers} S-worker(s) is more than the {free_bytes} bytes that are "
+                "free here: lower it",
+            )
         disk = own_disk(config, num_engines)
         executors = [TorchExecutor(device, host_bytes=host_bytes, disk=disk)]
     replica_bytes = None
@@ -167,26 +171,6 @@ def reach_own_device(
         executors, kv_bytes, swap, beside, stage,
         replica_bytes=replica_bytes, replica_threads=resolved.r_threads,
     )  # fmt: skip
-
-
-def _host_tier_bytes(config: EngineConfig, num_s_workers: int) -> int:
-    """Return how much of this host's memory is for kept blocks of one device.
-
-    Args:
-        num_s_workers: On this host, each of which takes as much.
-
-    Raises:
-        ConfigError: If the host lacks the memory.
-    """
-    kept_gb, free_bytes = config.cache.cache_memory_gb, free_memory_bytes()
-    num_bytes = int((kept_gb or 0) * 1e9)
-    if num_bytes * num_s_workers > free_bytes:
-        raise ConfigError(
-            Given("cache_memory_gb", kept_gb),
-            f" for {num_s_workers} S-worker(s) is more than the {free_bytes} bytes that are free "
-            "here: lower it",
-        )
-    return num_bytes
 
 
 def reach_device(
@@ -203,7 +187,7 @@ def reach_device(
 
     Args:
         executors: One for all lanes, or one for each lane that is swapped.
-        kv_bytes: Memory for the K and V of each; as many blocks as fit in it are offered.
+        kv_bytes: Memory for the K and V of each. All blocks that fit in it are offered.
         swap: The lanes' memory, if they are swapped.
         beside: Other engines, which read from these caches. None if there are none.
         replica_bytes: Memory of an R-worker in this process that keeps the replica of a cache.
@@ -222,11 +206,11 @@ def reach_device(
     devices = [worker for worker in workers if isinstance(worker, ReachedDevice)]
     addresses = [device.address for device in devices]
     hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
-    keepers: WorkerThreads | None = None
+    close_keepers: Close | None = None
     if replica_bytes is not None and neighbours is not None:
         prefix = name_prefix(beside, stage)
         names = [f"{prefix}replica{number or ''}" for number in range(len(workers))]
-        keepers = WorkerThreads(
+        close_keepers = start_threads(
             names, replica_bytes, replica_threads, hub, neighbours, first=len(workers)
         )
         addresses += map(neighbours.address_of, names)
@@ -235,16 +219,16 @@ def reach_device(
         try:
             for worker in workers:
                 worker.close()
-            if keepers is not None:
-                keepers.close(lost, timeout_s)
+            if close_keepers is not None:
+                close_keepers(lost, timeout_s)
         finally:
             if swap is not None:
                 swap.close()
 
     own: RHub = PolledHub(workers)
-    places = range(len(workers) if keepers is not None else 0)
+    places = range(len(workers) if close_keepers is not None else 0)
     return Reached(
-        own if keepers is None else JoinedHub(own, hub),
+        own if close_keepers is None else JoinedHub(own, hub),
         close,
         kind=HolderKind.DEVICE,
         answers_at_once=True,
@@ -267,7 +251,7 @@ def device_worker(
 
     Args:
         beside, stage: See ``reach_device``.
-        lane: The lane whose cache it is. None: all lanes'.
+        lane: The lane whose cache it is. None for all lanes'.
         neighbours: Where others reach it. None if they don't.
     """
     peer = None if lane is None else f"lane {lane}'s KV cache on {executor.device}"

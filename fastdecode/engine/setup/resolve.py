@@ -1,5 +1,5 @@
-"""From what a user chose to a configuration with nothing left open: the one
-place where "auto" means something."""
+"""From what a user chose to a configuration with nothing left open: the one place where "auto"
+means something. Where the KV cache goes then, the rule of ``fastdecode size`` decides."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from cost_model.hardware import Hardware
+from cost_model.plans.placement import assumed_r_worker, gpu_like, placement_rates, ranking
+from cost_model.plans.question import Setup
+from cost_model.printing import rate_text
+from cost_model.workload import Workload
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ConfigError
 from fastdecode.core.host.cpus import available_cores
 from fastdecode.core.model.identity import Identity, identify
 from fastdecode.core.model.spec import ModelSpec
@@ -17,8 +23,7 @@ from fastdecode.core.model.stages import layers_of_stages, stage_spec
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.setup.devices import choose_device, free_memory, uses_graphs
-from fastdecode.engine.setup.memory import FreeMemory, MemoryPlan
-from fastdecode.engine.setup.placing import PlacementHost, place
+from fastdecode.engine.setup.memory import CUDA_RESERVE_BYTES, FreeMemory, MemoryPlan
 from fastdecode.engine.setup.scheduling import LaneLimits, Steps
 from fastdecode.engine.setup.transport import has_one_worker, transport_of
 from fastdecode.schedule.options import ScheduleOptions
@@ -26,6 +31,10 @@ from fastdecode.wire.mpi.ranks import StageRanks, launched_size, local_size
 from sworker.dtypes import torch_dtype
 from sworker.kernels.packing import activation_dtype, stays_narrow
 from sworker.ranks.sharding import Shard, shard_kv
+
+_USUAL_TOKENS = 1024
+"""Tokens of a prompt, and of an answer, unless the model or the user decides."""
+_NAMES = {"r": "R-workers", "gpu": "the GPU alone", "hybrid": "both sides"}
 
 
 @dataclass(frozen=True)
@@ -149,7 +158,7 @@ def resolve(
     )
     layers = layers_of_stages(spec, config.s_part.pp, config.s_part.layer_counts)
     here = _layers_here(layers, device, transport)
-    on_device = spec if len(layers) == 1 or len(here) > 1 else stage_spec(spec, here[0])
+    on_device = spec if len(here) > 1 else stage_spec(spec, here[0])
     on_host = len(layers)
     if stages_are_ranks(transport):
         on_host = min(len(layers) * config.s_part.tp, local_size())
@@ -232,7 +241,7 @@ def kept_by_rank(
 
 
 def _machine(config: EngineConfig, identity: Identity, free: FreeMemory) -> PlacementHost | None:
-    """What placements of the KV cache are compared on; None: R-workers keep it."""
+    """Return what placements of the KV cache are compared on. None if R-workers keep it."""
     on_gpu = choose_device(config.s_part.device).type == "cuda"
     if not on_gpu or free.device_bytes is None:
         return None
@@ -251,10 +260,72 @@ def _machine(config: EngineConfig, identity: Identity, free: FreeMemory) -> Plac
 def _r_threads(
     config: EngineConfig, num_cores: int, device: torch.device, *, shares_cores: bool
 ) -> int:
-    """Of each R-worker in this process. A GPU needs somebody to feed it at all times, which
+    """Return the threads of each R-worker in this process. A GPU is fed at all times, which
     takes one core. Stages on shared cores take turns where there are fewer lanes than stages."""
     r_part, num_stages = config.r_part, config.s_part.pp
     if shares_cores:
         num_stages = min(num_stages, config.batching.lanes or 1)
     spare = 1 if device.type == "cuda" and num_cores > 2 else 0
     return r_part.r_threads or max(1, (num_cores - spare) // r_part.r_workers // num_stages)
+
+
+@dataclass(frozen=True)
+class PlacementHost:
+    """What placements are compared on."""
+
+    free: FreeMemory
+    num_r_workers: int  # that the user asks for
+    is_here: bool  # True if they are threads of this process
+
+
+def place(
+    config: EngineConfig, spec: ModelSpec, identity: Identity, machine: PlacementHost | None
+) -> tuple[EngineConfig, str]:
+    """Settle ``kv_placement``. Return the options, and why, for people (empty if it was asked for).
+
+    Args:
+        machine: None if the S-part is on a CPU, or other options are for R-workers alone.
+    """
+    if config.r_part.kv_placement != "auto":
+        return config, ""
+    if machine is None:
+        return _with(config, "r"), ""
+    rates = _rates(config, spec, identity, machine)
+    for placement in ranking(rates):
+        if placement == "gpu" and machine.num_r_workers:
+            continue  # with nothing to add, both sides are the GPU alone
+        try:
+            placed = _with(config, placement)
+        except ConfigError:  # an option that was given is not for this placement
+            continue
+        listed = ", ".join(f"{_NAMES[x]} {rate_text(rates[x])} tokens/s" for x in rates)
+        by = "" if machine.free.device_name else ", of a GPU that is not known"
+        why = f"--kv-placement auto; estimated{by}: {listed}"
+        return placed, f"KV cache on {_NAMES[placement]} ({why})"
+    return _with(config, "r"), ""
+
+
+def _with(config: EngineConfig, placement: str) -> EngineConfig:
+    """Return the options with a placement. Raises ConfigError: If another option opposes it."""
+    return replace(config, r_part=replace(config.r_part, kv_placement=placement))
+
+
+def _rates(
+    config: EngineConfig, spec: ModelSpec, identity: Identity, machine: PlacementHost
+) -> dict[str, float]:
+    hardware, free = Hardware.load(), machine.free
+    assert free.device_bytes is not None
+    used = free.device_total_bytes - free.device_bytes + CUDA_RESERVE_BYTES
+    usable = config.s_part.gpu_memory_fraction - used / free.device_total_bytes
+    gpu, _ = gpu_like(free.device_name, free.device_total_bytes, usable, hardware)
+    cpu, nic = assumed_r_worker(hardware, is_here=machine.is_here)
+    # The data file has 16-bit rates only; memory is what float32 needs most of.
+    is_wide = identity.dtype is DType.FLOAT32 or gpu.bf16_flops_per_s is None
+    dtype = DType.FLOAT16 if is_wide else identity.dtype
+    expected = config.batching.expected_output_tokens or _USUAL_TOKENS
+    output = min(expected, max(1, identity.max_model_len // 2))
+    workload = Workload(min(_USUAL_TOKENS, identity.max_model_len - output), output)
+    setup = Setup(spec, dtype, identity.kv_dtype.value, gpu, cpu, nic, workload)
+    # Threads of this process share its sockets: count them as one.
+    sockets = min(1, machine.num_r_workers) if machine.is_here else machine.num_r_workers
+    return placement_rates(setup.system(), sockets, config.batching.max_num_sequences)

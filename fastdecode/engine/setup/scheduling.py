@@ -30,7 +30,7 @@ from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.hybrid.control import MAX_LANES as MAX_HYBRID_LANES
 from fastdecode.schedule.hybrid.control import HybridOptions
 from fastdecode.schedule.hybrid.forecast import Guess
-from fastdecode.schedule.lanes import MAX_AUTO_LANES, LaneControl
+from fastdecode.schedule.lanes import MAX_AUTO_LANES
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.reserving.starts import OwnHolders
@@ -69,7 +69,7 @@ class LaneLimits(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """What steps will be like: how many lanes, which graphs, and the memory of both."""
+    """Forecast of steps: the number of lanes, the graphs, and the memory of both."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -79,13 +79,13 @@ class Steps:
     uses_graphs: bool
     held_token_bytes: int = 0
     """K and V of a token of a prompt that the S-worker attends and R-workers
-    hold; 0: they attend prompts, or the device can't hold their dtype."""
+    hold. 0 if these attend prompts, or the device can't hold their dtype."""
     num_stages_here: int = 1  # stages that share the memory of this one's device
     num_stages_on_host: int = 1  # stages that share this host's memory
     kv_token_bytes: int = 0
     """K and V of a token that this S-worker's device keeps."""
     usual_lanes: int = 1
-    """Where S-part and R-part don't overlap: as many as stages that do."""
+    """Lanes where S-part and R-part don't overlap: the stages that do."""
     weight_dtype: DType | None = None
     """Dtype of weights in memory. None if it is that of activations."""
 
@@ -117,7 +117,7 @@ class Steps:
             yield LaneLimits(fixed, fixed, fixed)
             return
         # Two a stage: one at its S-worker, one at its R-workers. Fixed intervals
-        # are computed for so many lanes, and no others.
+        # are computed for this number of lanes.
         first = 2 * num_stages
         if self.config.batching.schedule != "fixed-f":
             for most in range(max(MAX_AUTO_LANES, first), 1, -1):
@@ -243,35 +243,33 @@ def schedule_for(
     is_instance: bool,
     first_part_id: int,
 ) -> ContinuousScheduler:
-    """
+    """Return the scheduler of an engine.
+
     Args:
         blocks: KV blocks of each of ``holders``, 0 of a lost one.
-        is_instance: others fetch its prompts.
+        is_instance: Others fetch its prompts.
     """
-    block_size = resolved.config.r_part.block_size
+    block_size, placement = resolved.config.r_part.block_size, resolved.config.r_part.kv_placement
     at_once = all(holder.answers_at_once for holder in holders)
+    # Other stages and instances read whole sequences.
+    is_whole = is_instance or len(resolved.layers) > 1
+    device = HolderId(len(holders) - 1)  # with KV on both sides
+    guess = Guess(holders[device].token_bytes)
     return make_scheduler(
         resolved.schedule,
         blocks,
         block_size,
         times,
         opening_steps=0 if at_once else 1,
-        hybrid=_hybrid_options(resolved, holders),
+        hybrid=HybridOptions(device, guess) if placement == "hybrid" else None,
         keeps_blocks=resolved.config.keeps_blocks,
         hands_over=is_instance,
         cache_policy=Retention(block_size, costs_of(spec)),
-        window=_window(resolved, spec, is_instance=is_instance),
+        window=None if is_whole else longest_window(spec.attention),
         swap_threshold=resolved.config.cache.swap_threshold,
         first_part_id=first_part_id,
         places=OwnHolders() if resolved.config.r_part.swaps else None,
     )
-
-
-def _window(resolved: ResolvedConfig, spec: ModelSpec, *, is_instance: bool) -> int | None:
-    """Return tokens that the layer with the widest view sees. None if all, or other stages or
-    instances read sequences, which are whole for that."""
-    is_whole = is_instance or len(resolved.layers) > 1
-    return None if is_whole else longest_window(spec.attention)
 
 
 def measured_times(resolved: ResolvedConfig) -> MeasuredTimes | None:
@@ -280,19 +278,3 @@ def measured_times(resolved: ResolvedConfig) -> MeasuredTimes | None:
     is_greedy = resolved.schedule.batching.schedule == "greedy"
     is_hybrid = resolved.config.r_part.kv_placement == "hybrid"
     return MeasuredTimes() if resolved.lanes.adapt or is_hybrid or not is_greedy else None
-
-
-def lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl | None:
-    """Return what decides how many lanes there are. None if the user has."""
-    if not resolved.lanes.adapt:
-        return None
-    num_lanes, num_stages = resolved.schedule.num_lanes, len(resolved.layers)
-    return LaneControl(times, num_lanes, most=resolved.lanes.most, num_stages=num_stages)
-
-
-def _hybrid_options(resolved: ResolvedConfig, holders: Seq[Holder]) -> HybridOptions | None:
-    """Return the options of KV on both sides: the device is the last of the holders."""
-    if resolved.config.r_part.kv_placement != "hybrid":
-        return None
-    device = HolderId(len(holders) - 1)
-    return HybridOptions(device, Guess(holders[device].token_bytes))

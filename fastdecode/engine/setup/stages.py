@@ -27,18 +27,18 @@ from fastdecode.engine.fleet.greeting import greet, limits, offer_for_replicas
 from fastdecode.engine.fleet.groups import GroupPool, HolderPool
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.replacements import SpareHub
-from fastdecode.engine.fleet.resharing import greet_members, in_heads
+from fastdecode.engine.fleet.resharing import greet_members
 from fastdecode.engine.setup.devices import choose_device
 from fastdecode.engine.setup.greeting import keepers_of, make_hello
 from fastdecode.engine.setup.ranks import meet_ranks
 from fastdecode.engine.setup.reach import make_attention, reach_workers
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.engine.setup.s_worker import load_stage, make_s_worker
-from fastdecode.engine.setup.workers import Reached, beside_stages
-from fastdecode.engine.stages.later_stage import LaterStage
+from fastdecode.engine.setup.workers import Reached, beside_stages, pools_of
 from fastdecode.engine.stages.links import StageLinks
-from fastdecode.engine.stages.pool import ColumnPool, StagePool
+from fastdecode.engine.stages.pool import ColumnPool
 from fastdecode.engine.stages.relay import ColumnRegreeting, HeadsRegreeting, Regreeting, Relay
+from fastdecode.engine.stages.steps import LaterStage
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import MAX_LANES, PROTOCOL_VERSION, Failed, Hello, Shutdown, Welcome
 from fastdecode.wire.mpi.job import join
@@ -67,7 +67,7 @@ class StageSetup:
         return stage_spec(self.spec, self.resolved.layers[self.number])
 
     def hello(self, num_columns: int) -> StageHello:
-        """Return what the first stage tells it to be."""
+        """Return the first stage's greeting."""
         resolved, layers = self.resolved, self.resolved.layers[self.number]
         is_kept = resolved.transport == "local" and resolved.config.r_part.num_replicas > 0
         return StageHello(
@@ -85,35 +85,30 @@ class StageSetup:
             num_keepers=num_columns if is_kept else 0,
         )
 
-    def run(self, workers: Reached, links: StageLinks) -> None:
+    def run(self, workers: Reached) -> None:
         """Do what a stage behind the first does. Its R-workers have been reached, and are let go
         at the end.
 
         Raises:
-            FastDecodeError: If it can't start, or can't go on; the first stage has been told.
+            FastDecodeError: If it can't start or continue. The first stage knows why.
         """
-        r_part, cluster = self.resolved.config.r_part, self.resolved.config.cluster
-        shares_heads = r_part.r_partition == "heads"
-        pool = StagePool(
-            workers.hub,
-            cluster.worker_timeout_s,
-            cluster.worker_silence_s,
-            stages=links,
-            num_columns=1 if shares_heads else None,
-            num_keepers=len(workers.keepers),
-        )
+        config, links = self.resolved.config, workers.stages
+        assert links is not None
+        pool, fleet = pools_of(workers, config)
         with contextlib.ExitStack() as opened:
             opened.callback(links.close)
-            opened.callback(lambda: workers.close(pool.gone, cluster.worker_timeout_s))
+            opened.callback(lambda: workers.close(pool.gone, config.cluster.worker_timeout_s))
             try:
-                self._run(workers, in_heads(pool) if shares_heads else pool, links, opened)
-            except FastDecodeError as error:
-                _tell_failure(links, self.name, error)
-                raise
+                self._run(workers, fleet, links, opened)
             except Exception as error:
-                logger.exception("%s broke down", self.name)
-                failure = WorkerError(f"{type(error).__name__}: {error}", code="stage_failed")
-                _tell_failure(links, self.name, failure)
+                failure = error if isinstance(error, FastDecodeError) else None
+                if failure is None:
+                    logger.exception("%s broke down", self.name)
+                    failure = WorkerError(f"{type(error).__name__}: {error}", code="stage_failed")
+                try:
+                    links.tell(FIRST_STAGE, Failed(self.name, failure.code, failure.message))
+                except WorkerError:
+                    logger.debug("the first stage has gone before %s", self.name)
                 raise failure from None
 
     def _run(
@@ -186,12 +181,12 @@ class StageSetup:
 
 
 def _await_hello(setup: StageSetup, fleet: HolderPool, links: StageLinks) -> StageHello | None:
-    """Wait for the first stage's greeting. Return None if it lets go.
+    """Wait for the first stage's greeting. Return None if that ends the stage.
 
     Raises:
         ConfigError: If it expects another stage than this one.
     """
-    while not links.has_heard:
+    while not links.heard:
         fleet.receive()
     (_, hello), *rest = links.take_heard()
     if isinstance(hello, Shutdown):
@@ -212,7 +207,7 @@ def _await_hello(setup: StageSetup, fleet: HolderPool, links: StageLinks) -> Sta
 
 
 def greet_stages(
-    fleet: HolderPool, links: StageLinks, setups: Seq[StageSetup], hello: Hello
+    fleet: HolderPool, setups: Seq[StageSetup], hello: Hello
 ) -> tuple[StageWelcome, ...]:
     """Send the later stages what they are to be, and wait until they are that. Return what they
     have answered.
@@ -228,11 +223,7 @@ def greet_stages(
     kept = hello.session if hello.outlives else 0
     same = {"session": kept, "resumes": hello.resumes, "reading": hello.reading}
     hellos = {x.number: replace(x.hello(len(fleet)), **same) for x in setups}
-    later = fleet.later
-    with links.patient():
-        later.greet(hellos)
-        while (welcomes := later.welcomes(hellos)) is None:
-            fleet.receive()
+    welcomes = fleet.later.greet(hellos, fleet.receive)
     for stage, welcome in welcomes.items():
         try:
             hellos[stage].check(welcome)
@@ -266,16 +257,9 @@ def whole_columns(
     return there, missing
 
 
-def _tell_failure(links: StageLinks, name: str, error: FastDecodeError) -> None:
-    try:
-        links.tell(FIRST_STAGE, Failed(name, error.code, error.message))
-    except WorkerError:
-        logger.debug("the first stage has gone before %s", name)
-
-
 class ThreadStages:
     """The stages behind the first as threads of this process, the first one's
-    hub connected to them. They load their layers at once.
+    hub connected to them. They load their layers side by side.
 
     Args:
         hub: The first stage's; its R-workers are connected.
@@ -308,16 +292,16 @@ class ThreadStages:
         self.links = StageLinks(ends[0], is_asked=False)
         """The first stage's."""
 
-        def run(setup: StageSetup, reached: Reached, links: StageLinks) -> None:
+        def run(setup: StageSetup, reached: Reached) -> None:
             if setup.resolved.device.type == "cpu":
                 torch.set_num_threads(num_threads)
-            with contextlib.suppress(FastDecodeError):  # the first stage has been told
-                setup.run(reached, links)
+            with contextlib.suppress(FastDecodeError):  # the first stage knows
+                setup.run(reached)
 
         self._threads = []
         for setup, reached in zip(setups, workers, strict=True):
             links = StageLinks(ends[setup.number], is_asked=True)
-            own = setup, connected(reached, hubs[setup.number], links), links
+            own = setup, connected(reached, hubs[setup.number], links)
             thread = threading.Thread(target=run, args=own, name=setup.name, daemon=True)
             self._threads.append(thread)
         for thread in self._threads:
@@ -344,7 +328,7 @@ def connected(workers: Reached, hub: InprocHub[Any, Any], links: StageLinks) -> 
 def later_setups(
     checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig
 ) -> list[StageSetup]:
-    """Return the stages behind the first, each on a device of its own where there
+    """Return the stages behind the first, each on another device where there
     are several in this process."""
     asked = resolved.config.s_part.device
     return [
@@ -376,10 +360,8 @@ def serve_stage(
     resolved = resolve(config, spec)
     number = resolved.ranks.stage(job.rank)
     setup = StageSetup(checkpoint, spec, resolved, number)
-    workers = reach_workers(resolved, None, beside, number)
-    assert workers.stages is not None
     try:
-        setup.run(workers, workers.stages)
+        setup.run(reach_workers(resolved, None, beside, number))
     except FastDecodeError as error:
         logger.error("%s ends: %s", setup.name, error)
     return resolved.ranks.first not in job.dead

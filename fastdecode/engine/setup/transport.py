@@ -7,7 +7,7 @@ from fastdecode.wire.mpi.ranks import launched_size
 
 
 def transport_of(config: EngineConfig) -> str:
-    """How R-workers are reached, before it is known whether a sole one needs a thread."""
+    """Return how R-workers are reached. A sole one may need no thread instead of ``inproc``."""
     if config.r_part.is_on_device:
         return "local"
     if config.cluster.r_worker_addresses:
@@ -16,8 +16,8 @@ def transport_of(config: EngineConfig) -> str:
 
 
 def has_one_worker(config: EngineConfig) -> bool:
-    """A stage; and nobody asks for more lanes than stages, or for replicas or spare ones, which
-    it can't have; or has it wait for a disk, while other stages are waited for, too."""
+    """Return True if each stage has a single R-worker, which can share the S-worker's thread: not
+    with more lanes than stages, replicas, spare ones, or a disk beside other stages."""
     r_part = config.r_part
     others = r_part.replicas or config.cluster.spare_r_workers
     others = others or (config.cache.cache_disk is not None and config.s_part.pp > 1)
@@ -29,6 +29,6 @@ def has_one_worker(config: EngineConfig) -> bool:
 
 
 def shares_thread(config: EngineConfig) -> bool:
-    """Whether a sole R-worker works in the S-worker's own thread, if that computes on a CPU."""
+    """Return True if a sole R-worker works in the S-worker's thread, if that uses a CPU."""
     is_here = config.r_part.kv_placement in ("r", "auto") and transport_of(config) == "inproc"
     return is_here and has_one_worker(config)

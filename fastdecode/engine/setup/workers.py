@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given, WorkerError, imports_for
@@ -22,8 +22,7 @@ from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.pool import ColumnPool, StagePool
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker
-from fastdecode.wire.transport import Connection, Hub, JoinedHub, PolledHub
-from rworker.inline import make_inline_worker
+from fastdecode.wire.transport import Connection, Hub, JoinedHub
 from rworker.tiers.disk import Disk
 from rworker.transfers.neighbours import Neighbourhood, ThreadNeighbours
 from rworker.worker import start_worker_thread
@@ -36,6 +35,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REACH_TIMEOUT_S = 20.0  # for R-workers that are being started at the same time
+Close: TypeAlias = Callable[[Collection[int], float], None]
+"""Stops R-workers and closes their connections, once. ``(lost, timeout_s)``: lost ones aren't
+waited for, they may hang for ever. Raises WorkerError if another one did not stop in time."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,11 @@ class Reached:
     """R-workers that have been reached, or what is in their place."""
 
     hub: RHub  # one connection a holder
-    close: Callable[[Collection[int], float], None]
-    """Stop them all and let go of them, once. ``(lost, timeout_s)``: those that
-    are lost aren't waited for, they may hang for ever. Raises WorkerError: one
-    that wasn't lost did not stop in time."""
+    close: Close
     absent: Mapping[int, WorkerError] = field(default_factory=dict)
     """Those that couldn't be reached, by their connection's index, and why."""
     replacements: Callable[[Hello, Deadlines], Replacements] | None = None
-    """Makes what looks for those that take the place of lost ones; None: nobody does."""
+    """Makes what looks for replacements of lost ones. None if those have none."""
     kind: HolderKind = HolderKind.R_WORKER
     answers_at_once: bool = False
     addresses: Sequence[str] = ()
@@ -96,13 +95,16 @@ class Reached:
 
 
 def pools_of(
-    workers: Reached, config: EngineConfig, device: RConnection | None, layers: Sequence[range]
+    workers: Reached,
+    config: EngineConfig,
+    device: RConnection | None = None,
+    layers: Sequence[range] = (),
 ) -> tuple[WorkerPool, HolderPool]:
-    """Return the R-workers of an engine, and its holders; with other stages, of the first one.
+    """Return a stage's R-workers and its holders, which in the first one are columns of all stages.
 
     Args:
         device: With a cache beside R-workers'. None if there is none.
-        layers: Of each stage.
+        layers: Of each stage, in the first one. Empty in later ones.
     """
     cluster, hub = config.cluster, workers.hub
     given = hub, cluster.worker_timeout_s, cluster.worker_silence_s
@@ -116,53 +118,43 @@ def pools_of(
             num_columns=1 if shares_heads else None,
             num_keepers=num_keepers,
         )
-        return members, ColumnPool(members, workers.stages, layers, shares_heads=shares_heads)
+        if layers:
+            return members, ColumnPool(members, workers.stages, layers, shares_heads=shares_heads)
+        return members, in_heads(members) if shares_heads else members
     keepers = range(len(hub.connections) - num_keepers, len(hub.connections))
     make = MixedPool if device is not None or keepers else WorkerPool
     pool = make(*given, absent=workers.absent, device=device, keepers=keepers)
     return pool, in_heads(pool) if shares_heads else pool
 
 
-class WorkerThreads:
-    """R-workers as threads of this process.
+def start_threads(
+    names: Sequence[str],
+    kv_bytes: int,
+    num_threads: int,
+    hub: InprocHub[ToRWorker, FromRWorker],
+    neighbours: Neighbourhood,
+    disk: Disk | None = None,
+    first: int = 0,
+) -> Close:
+    """Start R-workers as threads of this process. Return what stops them.
 
     Args:
         names: Of each, among their neighbours.
         first: The first one's index in the hub that they are known by.
     """
+    given: Any = {"kv_bytes": kv_bytes, "num_threads": num_threads, "disk": disk}
+    threads = [start_worker_thread(x, hub=hub, neighbours=neighbours, **given) for x in names]
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        kv_bytes: int,
-        num_threads: int,
-        hub: InprocHub[ToRWorker, FromRWorker],
-        neighbours: Neighbourhood,
-        disk: Disk | None = None,
-        first: int = 0,
-    ) -> None:
-        self._first = first
-        self._threads = [
-            start_worker_thread(
-                name,
-                kv_bytes=kv_bytes,
-                num_threads=num_threads,
-                hub=hub,
-                neighbours=neighbours,
-                disk=disk,
-            )
-            for name in names
-        ]
-
-    def close(self, lost: Collection[int], timeout_s: float) -> None:
-        """Stop them. See ``Reached``."""
-        for thread in self._threads:
+    def close(lost: Collection[int], timeout_s: float) -> None:
+        for thread in threads:
             thread.stop()
-        for index, thread in enumerate(self._threads, self._first):
+        for index, thread in enumerate(threads, first):
             if index in lost:
                 thread.connection.close()
             else:
                 thread.join(timeout_s)
+
+    return close
 
 
 def name_prefix(beside: Colocation | None, stage: int) -> str:
@@ -181,53 +173,31 @@ def reach_threads(
     stage: int = 0,
     beside: Colocation | None = None,
 ) -> Reached:
-    """Start R-workers as threads of this process; see ``WorkerThreads``.
+    """Reach R-workers as threads of this process.
 
     Args:
-        hub: None: one that has no others.
-        beside: Other engines' in this process. None: they reach each other alone.
+        hub: None for one that has no others.
+        beside: Other engines' in this process. If None, they reach each other alone.
     """
     hub = InprocHub() if hub is None else hub
     neighbours = ThreadNeighbours() if beside is None else beside.neighbours
     names = [f"{name_prefix(beside, stage)}r{index}" for index in range(num_workers)]
-    threads = WorkerThreads(names, kv_bytes, num_threads, hub, neighbours, disk)
-    return Reached(hub, threads.close, addresses=tuple(map(neighbours.address_of, names)))
-
-
-def reach_inline(
-    *,
-    kv_bytes: int,
-    num_threads: int,
-    openmp_library: str | None,
-    disk: Disk | None = None,
-    stage: int = 0,
-) -> Reached:
-    """One R-worker in this very thread; see ``rworker.inline``."""
-    worker = make_inline_worker(
-        f"s{stage}-r0" if stage else "r0",
-        kv_bytes=kv_bytes,
-        num_threads=num_threads,
-        openmp_library=openmp_library,
-        disk=disk,
-    )
-    hub: RHub = PolledHub([worker])
-    return Reached(hub, lambda lost, timeout_s: worker.close(), answers_at_once=True)
+    close = start_threads(names, kv_bytes, num_threads, hub, neighbours, disk)
+    return Reached(hub, close, addresses=tuple(map(neighbours.address_of, names)))
 
 
 def reach_stage_ranks(
     stage: int, ranks: StageRanks, *, elsewhere: Reached | None = None
 ) -> Reached:
-    """A stage's R-workers as ranks of this MPI job, and the other stages, if there are any;
-    this process leads the stage of that number. Each decides its own memory and threads.
+    """Reach a stage's R-workers as ranks of this MPI job, and the other stages, if there are any.
+    This process leads the stage of that number. Each decides its own memory and threads.
 
     Args:
-        elsewhere: the stage's R-workers, or what is in their place, which are
-            no ranks; None: they are.
+        elsewhere: The stage's R-workers, or what is in their place, if these aren't ranks.
 
     Raises:
-        ConfigError: not started by a launcher, or with ranks that can't be
-            shared out to the stages.
-        MissingExtraError: mpi4py or an MPI library is missing.
+        ConfigError: If no launcher has started this, or ranks can't be shared out to the stages.
+        MissingExtraError: If mpi4py or an MPI library is missing.
     """
     from fastdecode.wire.mpi.hub import connect_stage
     from fastdecode.wire.mpi.job import join
@@ -261,13 +231,8 @@ def reach_stage_ranks(
     return Reached(hub, close, addresses=addresses, stages=links if others else None)
 
 
-def beside_stages(
-    workers: Reached,
-    hub: Hub[Any, Any],
-    links: StageLinks,
-    close: Callable[[Collection[int], float], None],
-) -> Reached:
-    """A stage's R-workers, and the other stages, to which it is connected over
+def beside_stages(workers: Reached, hub: Hub[Any, Any], links: StageLinks, close: Close) -> Reached:
+    """Return a stage's R-workers, and the other stages, to which it is connected over
     another transport. ``close`` lets go of those."""
 
     def close_all(lost: Collection[int], timeout_s: float) -> None:
@@ -290,21 +255,20 @@ def reach_addresses(
     reach_timeout_s: float = REACH_TIMEOUT_S,
     ends_them: bool = True,
 ) -> Reached:
-    """R-workers at addresses. Each decides its own memory and threads. Waits
-    for all of them for a while.
+    """Reach R-workers at addresses, and wait for all of them for a while. Each decides its own
+    memory and threads.
 
     Args:
         addresses: tcp://HOST:PORT, one a worker.
-        key_file: with the cluster's key; None: R-workers of this host only.
-        silence_s: one that gives no sign of life for so long is lost.
-        min_workers: so many have to be there.
-        ends_them: closing shuts them down.
+        key_file: With the cluster's key. None for R-workers of this host only.
+        silence_s: Longest silence of one that is not lost.
+        min_workers: Fewest that have to be present.
+        ends_them: Closing shuts them down.
 
     Raises:
-        ConfigError: an address or the key can't be used.
-        MissingExtraError: pyzmq is missing.
-        WorkerError: fewer than that could be reached in time; the others aren't
-            there, or refused the key.
+        ConfigError: If an address or the key can't be used.
+        MissingExtraError: If pyzmq is missing.
+        WorkerError: If fewer could be reached in time: others are absent, or refused the key.
     """
     with imports_for("the ZeroMQ transport"):
         from fastdecode.engine.fleet.replacements import HubReplacements
@@ -341,13 +305,10 @@ def _shut_down(connection: Connection[ToRWorker, FromRWorker]) -> None:
 
 
 def with_spares(workers: Reached, num_spares: int) -> Reached:
-    """R-workers of which the last are spare.
-
-    Args:
-        num_spares: so many; 0: none.
+    """Return the R-workers with the last ``num_spares`` as spare ones.
 
     Raises:
-        ConfigError: no other one is left.
+        ConfigError: If no other one is left.
     """
     if not num_spares:
         return workers

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
@@ -48,9 +47,10 @@ class StageLinks:
 
     def __init__(self, connections: Mapping[int, StageConnection], *, is_asked: bool) -> None:
         self._connections = dict(connections)
-        self._stages = tuple(connections)
+        self.stages = tuple(connections)
         self.is_asked = is_asked
-        self._heard: deque[tuple[int, FromAnyStage]] = deque()
+        self.heard: list[tuple[int, FromAnyStage]] = []
+        """Messages that were not taken yet, each with its stage."""
         self.gone: set[int] = set()  # stages whose connections are lost
         self.num_columns = 0  # of R-workers
         self._owed: PendingReplies
@@ -60,28 +60,20 @@ class StageLinks:
         self._num_layers: dict[int, int] = {}  # up to the end of each
 
     def __len__(self) -> int:
-        return len(self._stages)
+        return len(self.stages)
 
     @property
     def later(self) -> tuple[int, ...]:
         """The stages at the other ends, but for the first."""
-        return tuple(stage for stage in self._stages if stage)
+        return tuple(stage for stage in self.stages if stage)
 
     def join(self, owed: PendingReplies, first: int, num_columns: int) -> None:
         """Make the stages peers number ``first`` and up, behind R-workers. ``owed`` keeps what
         they owe."""
         self._owed, self._first, self.num_columns = owed, first, num_columns
 
-    def patient(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which stages may take long to answer: they load their layers."""
-        usual = self._owed.deadlines
-        return self._owed.within(usual.at_least(LOADING_TIMEOUT_S, LOADING_SILENCE_S))
-
     def _index(self, stage: int) -> int:
-        return self._first + self._stages.index(stage)
-
-    def _stage(self, index: int) -> int:
-        return self._stages[index - self._first]
+        return self._first + self.stages.index(stage)
 
     def tell(self, stage: int, message: FromAnyStage) -> None:
         """Send a message that needs no answer to a stage."""
@@ -96,7 +88,7 @@ class StageLinks:
         Raises:
             WorkerError: If it has failed, or sends what was not asked for.
         """
-        stage = self._stage(index)
+        stage = self.stages[index - self._first]
         if isinstance(message, Failed):
             raise failure(self._connections[stage].peer, message)
         if isinstance(message, OfColumns):
@@ -106,28 +98,15 @@ class StageLinks:
                 raise self.loss(stage, lie) from None
         return stage
 
-    def keep(self, stage: int, message: FromAnyStage) -> None:
-        """Keep a stage's message until it is taken."""
-        self._heard.append((stage, message))
-
     def take_heard(self) -> list[tuple[int, FromAnyStage]]:
         """Return the messages of stages in their order, each with its stage. Each is taken
         once."""
-        heard = list(self._heard)
-        self._heard.clear()
+        heard, self.heard = self.heard, []
         return heard
-
-    @property
-    def has_heard(self) -> bool:
-        return bool(self._heard)
 
     def heard_s(self, stage: int) -> float | None:
         """Return when a stage last gave a sign of life. None if it gives none."""
         return self._connections[stage].heard_s
-
-    def lost(self, index: int, error: FastDecodeError) -> WorkerError:
-        """Return the error to raise when the peer of this index is lost."""
-        return self.loss(self._stage(index), error)
 
     def loss(self, stage: int, error: FastDecodeError) -> WorkerError:
         """Return the error to raise when a stage is lost: its own, if it has sent one."""
@@ -148,24 +127,26 @@ class StageLinks:
     def are_welcome(self) -> bool:
         return bool(self._welcomes)
 
-    def greet(self, hellos: Mapping[int, StageHello]) -> None:
-        """Send stages what they are to be. Their welcomes are due then."""
-        num_layers = 0
-        for stage, hello in hellos.items():
-            self._owed.ask(self._index(stage), hello, NOBODY)
-            self.tell(stage, hello)
-            num_layers += hello.num_layers
-            self._num_layers[stage] = num_layers
-
-    def welcomes(self, stages: Collection[int]) -> dict[int, StageWelcome] | None:
-        """Return the answers by stage, once all of these have answered."""
-        self._listen()
-        answered = {stage: each for stage, each in self._welcomes.items() if stage in stages}
-        return answered if len(answered) == len(stages) else None
+    def greet(
+        self, hellos: Mapping[int, StageHello], receive: Callable[[], object]
+    ) -> dict[int, StageWelcome]:
+        """Send stages what they are to be, and return their answers, which may take long: they
+        load their layers. ``receive`` takes in what one peer sends."""
+        num_layers, usual = 0, self._owed.deadlines
+        with self._owed.within(usual.at_least(LOADING_TIMEOUT_S, LOADING_SILENCE_S)):
+            for stage, hello in hellos.items():
+                self._owed.ask(self._index(stage), hello, NOBODY)
+                self.tell(stage, hello)
+                num_layers += hello.num_layers
+                self._num_layers[stage] = num_layers
+            while not hellos.keys() <= self._welcomes.keys():
+                receive()
+                self._listen()
+        return self._welcomes
 
     def send(self, message: StagePass) -> None:
         """Send a step to the stages, all of which have to report on it. Each layer of a stage, and
-        of those before it, may take its R-workers as long as any answer may."""
+        of those before it, may take its R-workers the time of any answer."""
         for stage in self.later:
             num_answers = self._num_layers.get(stage, 1)
             self._owed.ask(self._index(stage), message, NOBODY, num_answers)

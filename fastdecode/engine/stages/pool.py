@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, cast
 
@@ -23,6 +23,7 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.groups import CacheGroup, GroupPool
 from fastdecode.engine.fleet.pool import RHub, WorkerPool
+from fastdecode.engine.fleet.replacements import Replacements, limited
 from fastdecode.engine.fleet.resharing import share_out_heads
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.wire.blocks import Accepted, DropCache, Dropped, Refused, TakenOver
@@ -178,7 +179,7 @@ class StagePool(WorkerPool):
             # The stage watches its R-workers: it is the one that doesn't answer, or lies.
             raise self._stages.loss(self.origin(index)[0], error)
         if index >= self._num_own:
-            raise self._stages.lost(index, error)
+            raise self._stages.loss(self._stages.stages[index - self._num_own], error)
         super()._lose(index, error)
 
     def _taken(self, index: int, message: FromRWorker) -> tuple[HolderId, Answer] | None:
@@ -189,7 +190,7 @@ class StagePool(WorkerPool):
         if self._stages.is_asked or not isinstance(
             said, ColumnLost | ColumnReady | ColumnVacant | OfMember
         ):
-            self._stages.keep(stage, said)
+            self._stages.heard.append((stage, said))
         elif isinstance(said, ColumnLost):
             member = self._member_of(stage, said.column)
             self.has_replacement.pop(member, None)
@@ -319,3 +320,78 @@ class ColumnPool(GroupPool):
         if group.greets_all:
             self.of_stages.begin_greeting(group.shards)
         super()._begin(group, hello)
+
+
+class ColumnReplacements:
+    """Greets a lost column again in every stage, once its lost members have been replaced, each in
+    its own stage (``Replacements``).
+
+    A lost column is only greeted when no sequence is on it. No stage has a step on it in flight
+    then, so its R-workers may forget what they have.
+
+    Args:
+        places: R-workers that may replace these.
+    """
+
+    def __init__(
+        self, fleet: ColumnPool, hello: Hello, places: Replacements, timeout_s: float
+    ) -> None:
+        self._fleet = fleet
+        self._hello = hello
+        self._places = places
+        self._timeout_s = timeout_s
+        self._greeting: set[HolderId] = set()
+        self._most_blocks: Mapping[int, int] = {}
+
+    @property
+    def timeout_s(self) -> float:
+        """How long to keep looking. 0 if each lost column lacks a member without a possible
+        replacement."""
+        groups = (self._fleet.groups[holder] for holder in self._fleet.lost)
+        return 0.0 if all(map(self._is_vacant, groups)) else self._timeout_s
+
+    def limit(self, num_blocks: Mapping[int, int]) -> None:
+        """Set the most KV blocks of replacements, and of the remaining members."""
+        self._most_blocks = num_blocks
+        self._places.limit(num_blocks)
+
+    def look(self, lost: Collection[int]) -> dict[int, Welcome]:
+        if not self._fleet.later.are_welcome:
+            return {}  # the job begins
+        if len(self._fleet.lost) == len(self._fleet):
+            self._fleet.look()  # no step waits for answers meanwhile
+        for holder in map(HolderId, lost):
+            group = self._fleet.groups[holder]
+            if group.broken is not None:
+                self._greeting.discard(holder)
+            if holder not in self._greeting and self._let_in(group):
+                self._greeting.add(holder)
+                self._fleet.send(holder, limited(self._hello, self._most_blocks, holder))
+        found = {holder: self._fleet.groups[holder].welcome for holder in self._greeting}
+        return {holder: welcome for holder, welcome in found.items() if welcome is not None}
+
+    def admit(self, worker: int) -> None:
+        self._greeting.discard(HolderId(worker))
+
+    def _is_vacant(self, group: CacheGroup) -> bool:
+        members = self._fleet.of_stages
+        lost = filter(members.is_lost, group.shards)
+        has_places = bool(self._places.timeout_s)
+        may_come = (
+            has_places if members.is_here(x) else members.has_replacement.get(x, True) for x in lost
+        )
+        return not all(may_come)
+
+    def _let_in(self, group: CacheGroup) -> bool:
+        """Make members of the replacements of a column's lost members. Return False if one has
+        none."""
+        members = self._fleet.of_stages
+        here = [x for x in group.shards if members.is_here(x) and members.is_lost(x)]
+        if not set(here) <= self._places.look(here).keys():
+            return False
+        if not members.revive_elsewhere(group.shards):
+            return False
+        for member in here:
+            self._places.admit(member)
+            members.revive(member)
+        return True

@@ -27,7 +27,6 @@ from fastdecode.wire.blocks import (
     Inventory,
     Refused,
     Replicate,
-    Restore,
     TakenOver,
     TakeOver,
 )
@@ -45,7 +44,7 @@ from fastdecode.wire.stages import (
 )
 from fastdecode.wire.traits import THE_ONLY
 
-Relayed: TypeAlias = Room | Replicate | Restore | TakeOver | DropCache
+Relayed: TypeAlias = Room | Replicate | TakeOver | DropCache
 """What the first stage sends a later one's R-worker."""
 
 
@@ -210,7 +209,11 @@ class Relay:
             case _ if isinstance(message, Relayed):
                 column, own = self._checked(message.holder), message
                 if isinstance(own, DropCache):
-                    self._stop_serving(self._checked(own.cache), column)
+                    cache, placement = self._checked(own.cache), self._members.placement
+                    if cache != column and placement[cache] == placement[column]:
+                        # It drops the cache of a lost column that it has taken over: steps in
+                        # flight send it none of that column's rows.
+                        placement.give_back(cache)
                 if isinstance(own, TakeOver | DropCache):
                     own = replace(own, session=self._session)
                 if self._pool is not self._members:  # each member has a name of its own
@@ -218,13 +221,6 @@ class Relay:
                 self._pool.send(column, own)
             case _:
                 raise ProtocolError(f"the first stage sent {type(message).__name__}")
-
-    def _stop_serving(self, column: HolderId, worker: HolderId) -> None:
-        """Prepare for an R-worker to drop the cache of a lost column that it has taken over: steps
-        in flight that have rows of that column send it none of them."""
-        placement = self._members.placement
-        if column != worker and placement[column] == placement[worker]:
-            placement.give_back(column)
 
     def pass_on(self, news: Iterable[News]) -> None:
         """Send the first stage what R-workers have answered and reported, and which are lost."""

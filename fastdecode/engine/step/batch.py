@@ -71,16 +71,6 @@ class ClosedRows:
 
 
 @dataclass(frozen=True)
-class HolderCounts:
-    """What a step asks of one holder."""
-
-    load_tokens: int
-    """Cached tokens that it attends to; of a prompt's chunk, the tokens of its past."""
-    num_prompt_tokens: int
-    """Prompt tokens that it stores, or that its closed parts attend."""
-
-
-@dataclass(frozen=True)
 class HolderSpan:
     """The rows of one step that belong to one holder."""
 
@@ -90,7 +80,10 @@ class HolderSpan:
     """All rows: k and v."""
     query_rows: slice
     """The leading rows whose q the holder attends."""
-    counts: HolderCounts
+    load_tokens: int = 0
+    """Cached tokens that it attends to; of a prompt's chunk, the tokens of its past."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens that it stores, or that its closed parts attend."""
     closed: tuple[ClosedRows, ...] = ()
     """Their q comes behind ``query_rows``: rows of sequences with closed parts here."""
 
@@ -223,15 +216,15 @@ def _span(holder: HolderId, columns: Columns, step: int, lane: int) -> HolderSpa
     )
     num_rows = int(lengths.sum())
     num_decoding = int((kinds == DECODE).sum())
-    # What a first chunk has is nothing, and one that decodes also attends to its own token.
-    counts = HolderCounts(int(past.sum()) + num_decoding, num_rows - num_decoding)
     first = int(columns.starts[0])
     return HolderSpan(
         holder,
         begin,
         slice(first, first + num_rows),
         slice(first, first + int(queries.sum())),
-        counts,
+        # What a first chunk has is nothing, and one that decodes also attends to its own token.
+        load_tokens=int(past.sum()) + num_decoding,
+        num_prompt_tokens=num_rows - num_decoding,
     )
 
 
@@ -461,8 +454,10 @@ def _with_closed_parts(spans: list[HolderSpan], closed: Seq[ClosedPart]) -> list
         _with_closed(span, by_holder.pop(span.holder)) if span.holder in by_holder else span
         for span in spans
     ]
+    none = np.zeros(0, np.int32)
     for holder, parts in by_holder.items():  # nothing grows there
-        spans.append(_with_closed(_empty_span(holder, begin.step, begin.lane), parts))
+        nothing = BeginStep(begin.step, begin.lane, np.zeros(0, np.int64), none, none, none, none)
+        spans.append(_with_closed(HolderSpan(holder, nothing, slice(0, 0), slice(0, 0)), parts))
     return spans
 
 
@@ -482,19 +477,14 @@ def _with_closed(span: HolderSpan, closed: list[ClosedPart]) -> HolderSpan:
         num_beyond=np.concatenate((np.zeros_like(begin.num_new), num_beyond)),
         want_lse=True,
     )
-    counts = HolderCounts(
-        span.counts.load_tokens + int(num_tokens.sum()),
-        span.counts.num_prompt_tokens + int(num_rows[num_rows > 1].sum()),
-    )
     by_part = itertools.groupby(closed, key=attrgetter("part"))
     rows = tuple(
         ClosedRows(part, np.concatenate([one.rows for one in members])) for part, members in by_part
     )
-    return replace(span, begin=begin, closed=rows, counts=counts)
-
-
-def _empty_span(holder: HolderId, step: int, lane: int) -> HolderSpan:
-    """Return the span of a holder that stores nothing in this step."""
-    none = np.zeros(0, np.int32)
-    begin = BeginStep(step, lane, np.zeros(0, np.int64), none, none, none, none)
-    return HolderSpan(holder, begin, slice(0, 0), slice(0, 0), HolderCounts(0, 0))
+    return replace(
+        span,
+        begin=begin,
+        load_tokens=span.load_tokens + int(num_tokens.sum()),
+        num_prompt_tokens=span.num_prompt_tokens + int(num_rows[num_rows > 1].sum()),
+        closed=rows,
+    )

@@ -19,15 +19,13 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.step.batch import StepBatch
-from fastdecode.engine.step.lane_step import Begun, StepRecord
-from fastdecode.engine.step.remote import AttentionPlan
+from fastdecode.engine.step.remote import AttentionPlan, Begun, StepRecord
 from fastdecode.engine.step.swapped import SwappedLanes
 from fastdecode.engine.step.torch_executor import AttendPaged, TorchExecutor
 from fastdecode.wire.messages import BeginStep
@@ -37,7 +35,6 @@ from rworker.blocks.kv_store import KVStore
 from rworker.cache_state import CacheState
 from rworker.inline import WORKER, InlineConnection
 from rworker.state import RWorkerState
-from sworker.device import Gpu
 from sworker.failures import is_failure
 from sworker.paged import PagedKV
 from sworker.step_tables import StepInputs, StepTables
@@ -66,16 +63,7 @@ class DeviceWorker(InlineConnection):
         super().__init__(state, executor)
         self.peer = name
         self._state, self._executor = state, executor
-
-    @property
-    def device(self) -> torch.device:
-        """Where its cache is."""
-        return self._executor.device
-
-    @property
-    def gpu(self) -> Gpu | None:
-        """The device's driver, in place of torch's."""
-        return self._executor.gpu
+        self.device, self.gpu = executor.device, executor.gpu
 
     @property
     def cache(self) -> PagedKV:
@@ -122,11 +110,11 @@ def _tables(begin: BeginStep, appended: Appended, store: KVStore) -> StepTables:
     is_decoded = begin.num_new == 1
     is_first = ~is_decoded & (begin.num_past == 0)
     num_decoded, num_first = int(is_decoded.sum()), int(is_first.sum())
-    ends = np.cumsum(begin.num_new, dtype=np.int64)
+    ends, first = np.cumsum(begin.num_new, dtype=np.int64), np.zeros(1, np.int32)
     later = tuple(
         (
             slice(int(ends[i] - begin.num_new[i]), int(ends[i])),
-            _slots(store, begin.sequence_ids[i], total[i]),
+            store.slots(begin.sequence_ids[i : i + 1], first, total[i : i + 1]),
         )
         for i in range(num_decoded, len(ends) - num_first)
     )
@@ -144,19 +132,13 @@ def _tables(begin: BeginStep, appended: Appended, store: KVStore) -> StepTables:
     )
 
 
-def _slots(store: KVStore, sequence_id: int, num_tokens: int) -> NDArray[np.int64]:
-    """Return the slots of a sequence's first tokens, [num_tokens]."""
-    first, count = np.zeros(1, np.int32), np.array([num_tokens], np.int32)
-    return store.slots(np.array([sequence_id], np.int64), first, count)
-
-
 class DeviceStep:
     """A step's rows whose KV is on the device.
 
     Args:
         batch: The step, of these rows alone.
         record: Gets times, and the holder if it is lost.
-        fail: Called with what the device raises when it attends.
+        fail: Called with what the device raises when it attends. If None, that is raised.
     """
 
     def __init__(
@@ -164,7 +146,7 @@ class DeviceStep:
         worker: DeviceWorker,
         batch: StepBatch,
         record: StepRecord,
-        fail: Callable[[Exception], object],
+        fail: Callable[[Exception], object] | None = None,
     ) -> None:
         (self.span,) = batch.spans
         self._worker, self._batch, self._record, self._fail = worker, batch, record, fail
@@ -206,6 +188,8 @@ class DeviceStep:
         try:
             o = self._attend(layer, q, k, v, self.paged, place)
         except Exception as error:
+            if self._fail is None:
+                raise
             self._fail(error)
             record.lost.add(holder)
             return torch.zeros_like(q)

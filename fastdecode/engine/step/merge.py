@@ -38,6 +38,7 @@ class Merge:
         sinks: Seq[Tensor] | None,
     ) -> None:
         self._device, self._gpu, self._sinks = device, gpu, sinks
+        self.has_sinks = sinks is not None  # the log-sum-exp of every row is wanted
         self._later = {
             span.holder: local
             for span in batch.spans
@@ -66,11 +67,6 @@ class Merge:
         self._lse: Tensor | None = None
         """float32 [T, Hq] of what o holds by now, where closed parts or sinks are merged."""
         self._layer = 0
-
-    @property
-    def has_sinks(self) -> bool:
-        """True if the log-sum-exp of every row is wanted."""
-        return self._sinks is not None
 
     def answered_rows(self, span: HolderSpan) -> slice:
         """Return the rows whose o the holder answers, before closed parts are merged."""

@@ -16,17 +16,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from fastdecode.core.holders import Holder, HolderKind
-from fastdecode.engine.fleet.groups import HolderPool
+from fastdecode.core.holders import HolderKind
 from fastdecode.engine.step.batch import HolderSpan, StepBatch
 from fastdecode.engine.step.device import DeviceStep, DeviceWorker
-from fastdecode.engine.step.lane_step import Begun, StepRecord
-from fastdecode.engine.step.remote import AttentionPlan, RemotePart
+from fastdecode.engine.step.remote import AttentionPlan, Begun, RemotePart, StepRecord
 from sworker.device import Event, Gpu, gpu_of
 from sworker.whole import SlicedPass, WholeSteps
 from sworker.worker import TIMED_LAYERS, DeviceTimer, SWorker
@@ -102,33 +99,22 @@ class StepMode(Enum):
     LAYERED = "layer by layer"
 
 
-@dataclass(frozen=True)
+@dataclass
 class MixedAttention:
     """Begins steps of rows on either side.
 
     Args:
         plan: On R-workers. Its holders are all holders.
         connection: To the cache on the device.
-        gpu: The device's driver, in place of the one that torch has.
         home: How the home lane's steps run.
     """
 
     plan: AttentionPlan
     connection: DeviceWorker
-    gpu: Gpu | None = None
     home: DeviceLane = field(default_factory=DeviceLane)
 
-    @property
-    def fleet(self) -> HolderPool:
-        return self.plan.fleet
-
-    @property
-    def holders(self) -> Seq[Holder]:
-        return self.plan.holders
-
-    def prepare(self, num_lanes: int) -> None:
-        """Take the memory of ``num_lanes`` lanes. See ``AttentionPlan``."""
-        self.plan.prepare(num_lanes)
+    def __post_init__(self) -> None:
+        self.fleet, self.holders = self.plan.fleet, self.plan.holders
 
     def begin(self, batch: StepBatch, s_worker: SWorker) -> tuple[StepRecord, Begun]:
         """Begin a step. See ``Attention``."""
@@ -167,8 +153,8 @@ class MixedAttention:
     def _part(
         self, batch: StepBatch, record: StepRecord, mode: StepMode, rows: slice | None = None
     ) -> DevicePart:
-        step = DeviceStep(self.connection, batch, record, _raise)
-        gpu = self.gpu or gpu_of(self.plan.device)
+        step = DeviceStep(self.connection, batch, record)
+        gpu = self.plan.gpu or gpu_of(self.plan.device)
         return DevicePart(step, record, self.home, mode, gpu, rows)
 
 
@@ -193,7 +179,7 @@ class DevicePart:
         whole, paged = home.whole, step.paged
         self.step, self._gpu, self._rows = step, gpu, rows
         self.mode = mode if whole is not None and whole.takes(paged) else StepMode.LAYERED
-        load_tokens = step.span.counts.load_tokens
+        load_tokens = step.span.load_tokens
         self._queued: deque[Event] = deque()
         self._timer = DeviceTimer(gpu, every=TIMED_LAYERS)
         self._o = torch.empty(0)
@@ -238,10 +224,6 @@ class DevicePart:
         if o is not self._place:  # else they were written there
             o[self._rows] = self._o
         return o
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
 
 
 def _only(batch: StepBatch, spans: Seq[HolderSpan]) -> StepBatch:

@@ -20,29 +20,172 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.trace import Trace
 from fastdecode.engine.step.batch import StepBatch
-from fastdecode.engine.step.lane_step import Attention, HostCopy, LaneStep, Outgoing, StageForward
+from fastdecode.engine.step.remote import Attention, Begun, HostCopy, Leaving, StepRecord
 from fastdecode.wire.blocks import TakenOver
 from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Welcome
 from fastdecode.wire.stages import StageDone
 from fastdecode.wire.traits import unasked
 from fastdecode.wire.waiting import look_until_found
-from sworker.worker import SWorker
+from sworker.worker import Pass, SWorker
 
 Draw: TypeAlias = "Callable[[LaneStep], HostCopy | None]"
+"""Starts to draw tokens of a step that has logits. Other lanes run while they come to the host."""
 TakeIn: TypeAlias = "Callable[[int], object]"
+"""Takes in the tokens that a lane's step was fed, once they are on the host and before it draws."""
 Arrival: TypeAlias = "tuple[HolderId, Answer]"
 News: TypeAlias = "tuple[HolderId, Accepted | Refused | TakenOver | Welcome | WorkerError]"
 """A holder's answer about parts, or why it was lost."""
+
+
+class StageForward(Protocol):
+    """A step's way through other stages, when a stage has run its own layers."""
+
+    @property
+    def copy(self) -> HostCopy:
+        """The stage's output, on its way to the host."""
+
+    @property
+    def can_advance(self) -> bool:
+        """True if ``advance`` has something to do."""
+
+    def advance(self) -> Tensor | None:
+        """Send the output, or take in what other stages have returned.
+
+        Returns:
+            The step's logits [R, vocab], once there are any. At stages behind the first R is 0.
+        """
+
+    def deliver(self, done: StageDone) -> None:
+        """Take in that a later stage has done its part of the step."""
+
+    @property
+    def reports(self) -> Seq[StageDone]:
+        """Reports of later stages about it."""
+
+
+@dataclass(eq=False)
+class LaneStep:
+    """A lane's step, in flight or just finished."""
+
+    lane: int
+    batch: StepBatch
+    logit_rows: NDArray[np.int64]  # [R]
+    record: StepRecord
+    begun: Begun
+    forward: Pass
+    passage: StageForward | None = None
+    """Its way through the stages behind this one, if there are any."""
+    logits: Tensor | None = None  # [R, vocab], once all layers are done
+    is_drawn: bool = False
+    """True once the tokens that follow were asked for."""
+    draws: HostCopy | None = None
+    """Their way to the host. None if no sequence wants any, or not yet."""
+    fed_by: HostCopy | None = None
+    """The lane's tokens before, which it embeds, while the host does not know them: it
+    draws none before that."""
+    s_compute_s: float = 0.0
+    """Time of the S-worker's thread for it so far, messages included. Where a GPU computes
+    less, this is what lanes share."""
+
+    def __post_init__(self) -> None:
+        asks = self.batch.asks
+        self.asked_rows = None if asks is None else self.batch.asked_rows
+        """[P] rows beside ``logit_rows`` whose logits may be asked of ``forward``."""
+        remote = self.begun.remote
+        self.is_looked_at = len(self.begun.parts) != 1 or remote is None or remote.may_be_behind
+        """True if other things than answers may let it continue."""
+
+    @property
+    def step(self) -> int:
+        """The step's number; unique among all lanes."""
+        return self.batch.spans[0].begin.step
+
+    @property
+    def can_advance(self) -> bool:
+        """True if the next layer may be computed, or the step is over."""
+        if self.logits is None:
+            if self.passage is not None:
+                return self.passage.can_advance
+            is_ready = True
+            for part in self.begun.parts:
+                is_ready = is_ready and part.ready()
+            return is_ready
+        if not self.is_drawn:
+            return self.fed_by is None
+        remote = self.begun.remote  # R-workers may still owe answers
+        is_settled = remote is None or remote.settled
+        return is_settled and (self.draws is None or self.draws.done)
+
+    @property
+    def has_come(self) -> bool:
+        """True if what it embeds is on the host, and the engine does not know yet."""
+        return self.fed_by is not None and self.fed_by.done
+
+    @property
+    def coming(self) -> list[HostCopy]:
+        """Copies on their way to the host for it."""
+        of_stage = None if self.passage is None else self.passage.copy
+        copies = (self.fed_by, of_stage, self.draws)
+        return [x for x in copies if x is not None and not x.done]
+
+    def advance(self) -> bool:
+        """Continue with the layer's o. Return False if this stage's layers are done."""
+        forward, o = self.forward, None
+        if forward.is_over:
+            return False
+        for part in self.begun.parts:
+            o = part.take(o)
+        assert o is not None
+        return forward.advance(o)
+
+    def scatter(self) -> list[Leaving]:
+        """Give the parts the next layer. Return what is to be sent once it is on the host."""
+        forward, leaving = self.forward, []
+        for part in self.begun.parts:
+            out = part.scatter(forward.layer, forward.q, forward.k, forward.v, forward.place)
+            if out is not None:
+                leaving.append(out)
+        return leaving
+
+    def lose(self, holder: HolderId) -> None:
+        """Stop expecting answers of a lost holder: its rows mean nothing."""
+        if holder not in self.record.r_s:
+            return  # it has no rows in the step
+        self.record.lost.add(holder)
+        self.is_looked_at = True
+        if self.begun.remote is not None:
+            self.begun.remote.awaited.discard(holder)
+
+    def count_s_part(self, layer: int | None, started_s: float, trace: Trace | None) -> None:
+        """Count what the S-worker's thread has computed until now, up to a layer's attention.
+        ``layer``: None if up to the logits."""
+        now_s = time.perf_counter()
+        self.s_compute_s += now_s - started_s
+        if trace is not None:
+            trace.s_part(self.lane, self.step, layer, started_s, now_s)
+
+    def s_part_s(self, completed_s: float = 0.0) -> float:
+        """Return the seconds that this stage's S-part has computed for it, with those of drawing
+        its tokens and handing them on (``completed_s``). A GPU works while the thread doesn't."""
+        own_s = self.s_compute_s + completed_s - self.record.in_s_part_s
+        return max(own_s, self.forward.device_s())
+
+    @property
+    def round_trips_s(self) -> float:
+        """Trips of all layers so far, by the shortest."""
+        return self.record.round_trip_s * (self.forward.layer + 1)
 
 
 class NextStage(Protocol):
@@ -83,7 +226,7 @@ class Pipeline:
         self._steps: dict[int, LaneStep] = {}  # by lane
         self._ready: deque[LaneStep] = deque()
         """Steps that can continue, in the order in which they became able to."""
-        self._unsent: deque[tuple[LaneStep, Outgoing]] = deque()
+        self._unsent: deque[tuple[LaneStep, Leaving]] = deque()
         """Layers that are scattered, and not on the host yet, as they were computed."""
         # Some lanes wait for R-workers, and one never does.
         self._is_hybrid = len({holder.kind for holder in attention.holders}) > 1
@@ -144,15 +287,8 @@ class Pipeline:
         step.count_s_part(0, started, self._trace)
 
     def run(self, draw: Draw | None = None, take_in: TakeIn | None = None) -> LaneStep | None:
-        """Run until some lane has finished its step, or there is news (``take_news``) or an
-        order (``NextStage``); then None.
-
-        Args:
-            draw: Called with a step as soon as it has logits. It starts to draw, and other
-                lanes run while tokens come to the host.
-            take_in: Called with a lane as soon as the tokens that its step was fed are on the
-                host; before it draws others.
-        """
+        """Run until some lane has finished its step, and return that. Return None if there is news
+        (``take_news``) or an order (``NextStage``) before."""
         fleet, ready = self._fleet, self._ready
         while True:
             if self._unsent:
@@ -211,10 +347,10 @@ class Pipeline:
         """Send what has come to the host, in the order in which it was computed. Return True
         if anything was sent."""
         sent = False
-        while self._unsent and self._unsent[0][1].done:
+        while self._unsent and self._unsent[0][1].staged.done:
             step, leaving = self._unsent.popleft()
             started = time.perf_counter()
-            leaving.send()
+            leaving.part.send(leaving.layer, leaving.staged)
             step.s_compute_s += time.perf_counter() - started
             sent = True
         return sent
@@ -289,8 +425,10 @@ class Pipeline:
         try:
             if message.__class__ is AttendResult:  # as nearly all are; no call, as isinstance is
                 self._take_attended(holder, message, now)
+            elif isinstance(message, Accepted | Refused | TakenOver | Welcome):
+                self._news.append((holder, message))
             else:
-                self._take_other(holder, message)
+                raise ProtocolError(f"{self._fleet.peer(holder)} {unasked(message)}")
         except ProtocolError as error:
             self._fleet.lose(holder, error)
 
@@ -299,11 +437,6 @@ class Pipeline:
         fleet = self._fleet
         while fleet.is_owed and (received := fleet.receive(most_s=0.0)) is not None:
             self._take_in(*received, time.perf_counter())
-
-    def _take_other(self, holder: HolderId, message: Answer) -> None:
-        if not isinstance(message, Accepted | Refused | TakenOver | Welcome):
-            raise ProtocolError(f"{self._fleet.peer(holder)} {unasked(message)}")
-        self._news.append((holder, message))
 
     def _take_attended(self, holder: HolderId, result: AttendResult, arrived_s: float) -> None:
         step = self._steps.get(result.lane)
@@ -338,7 +471,7 @@ class Pipeline:
         if unsent is None and not copies and not self._is_hybrid:
             return fleet.receive()
         if not fleet.is_owed and not copies and unsent is not None:
-            unsent.wait()
+            unsent.staged.wait()
             return None
         if not fleet.is_owed and copies and unsent is None and not self._is_hybrid:
             copies[0].wait()

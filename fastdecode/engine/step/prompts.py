@@ -160,7 +160,7 @@ class DevicePrefill:
         spans = list(batch.spans)
         for span in batch.local:
             chunks = list(_chunks(batch, span))
-            take = self._continue if span.merge else self._take
+            take = self._held if span.merge else self._take
             found = [take(chunk) for _, chunk in chunks]
             if span.merge and None in found:
                 for _, chunk in chunks:
@@ -173,10 +173,12 @@ class DevicePrefill:
                     stored.append((rows, held.next_slots(chunk.num_tokens)))
                     prompts.append(Prompt(rows, held.slots[: held.num_tokens]))
                     kept.append(held)
-                    self._end(chunk)
+                    if chunk.num_tokens == chunk.sequence.num_uncached:  # its last chunk
+                        del self._prompts[chunk.sequence]
             if span.merge:
                 later.append(tuple(prompts))
-                index = next(i for i, one in enumerate(spans) if _has(one, span))
+                first = span.rows.start
+                index = next(i for i, x in enumerate(spans) if x.rows.start <= first < x.rows.stop)
                 spans[index] = _without_queries(spans[index], batch, span)
             else:
                 local.append(span)
@@ -186,13 +188,16 @@ class DevicePrefill:
         return HeldChunks(seen, self._cache, tuple(stored), tuple(later), tuple(kept))
 
     def _take(self, chunk: Chunk) -> _DevicePrompt | None:
-        """A place for a prompt that begins, if it runs in several chunks and
-        there is room for all of it."""
+        """Return a place for a prompt that begins. None if it runs in one chunk, or there is no
+        room for all of it."""
         sequence, length = chunk.sequence, len(chunk.sequence.token_ids)
         self._prompts.pop(sequence, None)  # it ran before, and was lost
         if chunk.num_tokens == length or not _is_whole(sequence) or sequence.behind_gap:
             return None
-        self._forget_others()
+        for other, held in list(self._prompts.items()):
+            # It does not continue where it was: it was lost or cancelled.
+            if other.num_cached not in (held.num_before, held.num_tokens):
+                del self._prompts[other]
         room = self._free(length)
         if room is None:
             return None
@@ -201,23 +206,10 @@ class DevicePrefill:
         self._rooms.add(held)
         return held
 
-    def _continue(self, chunk: Chunk) -> _DevicePrompt | None:
+    def _held(self, chunk: Chunk) -> _DevicePrompt | None:
         """Return the place of a prompt. None if it lacks tokens before this chunk."""
         held = self._prompts.get(chunk.sequence)
-        if held is None or held.num_tokens != chunk.first:
-            return None
-        return held
-
-    def _end(self, chunk: Chunk) -> None:
-        """Forget a prompt after its last chunk."""
-        if chunk.num_tokens == chunk.sequence.num_uncached:
-            del self._prompts[chunk.sequence]
-
-    def _forget_others(self) -> None:
-        """Forget prompts that do not continue where they were: they were lost or cancelled."""
-        for sequence, held in list(self._prompts.items()):
-            if sequence.num_cached not in (held.num_before, held.num_tokens):
-                del self._prompts[sequence]
+        return held if held is not None and held.num_tokens == chunk.first else None
 
     def _free(self, num_slots: int) -> range | None:
         """Return the first ``num_slots`` free slots in a row. None if there are none."""
@@ -240,21 +232,17 @@ def _chunks(batch: StepBatch, span: LocalSpan) -> Iterable[tuple[slice, Chunk]]:
 
 
 def _is_whole(sequence: Sequence) -> bool:
-    """Whether all of it is in one place."""
+    """Return True if all of it is in one place."""
     return sequence.residence is not None and len(sequence.residence.parts) == 1
 
 
-def _has(holder: HolderSpan, local: LocalSpan) -> bool:
-    return bool(holder.rows.start <= local.rows.start < holder.rows.stop)
-
-
 def _without_queries(span: HolderSpan, batch: StepBatch, local: LocalSpan) -> HolderSpan:
-    """The holder stores these later chunks, and attends nothing for them."""
+    """Return the span of a holder that stores these later chunks, and attends nothing for them."""
     begin = span.begin
     first, end = np.searchsorted(batch.last_rows, (span.rows.start, span.rows.stop))
     own_rows = batch.last_rows[first:end]
     is_later = (local.rows.start <= own_rows) & (own_rows < local.rows.stop)
-    num_seen = span.counts.load_tokens - int(begin.num_past[: len(own_rows)][is_later].sum())
+    num_seen = span.load_tokens - int(begin.num_past[: len(own_rows)][is_later].sum())
     num_queries = begin.num_queries.copy()
     num_queries[: len(own_rows)][is_later] = 0  # closed parts are behind them
     is_split = not all(map(_is_whole, [chunk.sequence for chunk in batch.chunks[first:end]]))
@@ -263,5 +251,5 @@ def _without_queries(span: HolderSpan, batch: StepBatch, local: LocalSpan) -> Ho
         span,
         begin=begin,
         query_rows=slice(span.query_rows.start, local.rows.start),
-        counts=replace(span.counts, load_tokens=num_seen),
+        load_tokens=num_seen,
     )

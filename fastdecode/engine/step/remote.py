@@ -1,7 +1,7 @@
-"""Attention on R-workers for one lane's step: q, k and v go out, o comes back.
+"""Attention for one lane's step: what its parts have in common, and the part that R-workers
+attend. q, k and v go out, o comes back.
 
-``RemotePart`` belongs to one step of one lane. It never waits: waiting is the pipeline's
-business, which has other lanes to run.
+A part never waits: waiting is the pipeline's business, which has other lanes to run.
 
 A holder may be lost in the middle of a step. Rows are independent of each other, so the
 step continues with zeros for that holder's rows, whose results are then thrown away; the
@@ -10,10 +10,12 @@ other rows notice nothing, and nothing has to be rolled back.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from msgspec import structs
@@ -25,18 +27,104 @@ from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.spec import AttentionSpec
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.step.batch import HolderSpan, StepBatch
-from fastdecode.engine.step.lane_step import Begun, StepRecord
 from fastdecode.engine.step.merge import Merge
 from fastdecode.engine.step.prompts import DevicePrefill, PromptPart
 from fastdecode.wire.messages import Attend, AttendResult
 from sworker.buffers import LENT_LAYERS, Share, Staged, Staging, make_staging
 from sworker.device import Gpu, gpu_of
 from sworker.dtypes import CARRIERS
-from sworker.worker import SWorker
+from sworker.worker import Pass, SWorker
 
 # While an R-worker only stores a prompt's K and V, the S-worker computes ahead
 # of it by this many layers at most.
 MAX_OWED_ANSWERS = LENT_LAYERS - 1
+
+
+class StepRecord:
+    """What the parts of one step note: times, and which holders were lost.
+
+    Args:
+        spans: The step's rows as holders see them.
+    """
+
+    def __init__(self, spans: Iterable[HolderSpan]) -> None:
+        self.spans = tuple(spans)
+        self.r_s: dict[HolderId, float] = {span.holder: 0.0 for span in self.spans}
+        """Seconds that each holder has computed."""
+        self.gpu_s: dict[HolderId, Callable[[], float]] = {}
+        """Seconds that a GPU has attended for a holder, beyond ``r_s``."""
+        self.in_s_part_s = 0.0
+        """Seconds of ``r_s`` in which the S-worker's own thread computed."""
+        self.round_trip_s = math.inf
+        """The shortest way of a layer to an R-worker and back, without its compute."""
+        self.sent_s: list[float] = []
+        """When q, k and v of each layer were sent, on ``time.perf_counter``."""
+        self.lost: set[HolderId] = set()
+        """Holders that were lost before the step was over."""
+
+    @property
+    def r_compute_s(self) -> dict[HolderId, float]:
+        """Seconds that each holder has attended, on a GPU too."""
+        on_gpu_s = {holder: seconds() for holder, seconds in self.gpu_s.items()}
+        return {holder: s + on_gpu_s.get(holder, 0.0) for holder, s in self.r_s.items()}
+
+
+class HostCopy(Protocol):
+    """Data on its way to the host."""
+
+    @property
+    def done(self) -> bool:
+        """True if they are on the host."""
+
+    def wait(self) -> None:
+        """Wait until they are."""
+
+
+class AttentionPart(Protocol):
+    """Attends some rows of one step."""
+
+    def scatter(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None
+    ) -> Leaving | None:
+        """Take a layer's q [T, Hq, D], k and v [T, Hkv, D] of all rows.
+
+        Args:
+            place: Where o [T, Hq, D] may be put, the same in every layer.
+
+        Returns:
+            What is to be sent once it is on the host. None if nothing is.
+        """
+
+    def ready(self) -> bool:
+        """Return True if ``take`` may be called."""
+
+    def take(self, o: Tensor | None) -> Tensor:
+        """Write this part's rows into the layer's o [T, Hq, D]. The first part gets None, and
+        gives o."""
+
+
+class Begun(NamedTuple):
+    """A step for which holders have made room."""
+
+    parts: tuple[AttentionPart, ...] = ()
+    forward: Pass | None = None
+    """Runs the step, or slices of it, without ``scatter``. None if the caller begins it."""
+    remote: RemotePart | None = None
+    """The part that R-workers answer."""
+
+
+class Attention(Protocol):
+    """Begins steps where KV is: on R-workers, on the S-worker's device, or on both."""
+
+    @property
+    def fleet(self) -> HolderPool: ...
+
+    @property
+    def holders(self) -> Seq[Holder]:
+        """The kinds of holders, by their ids."""
+
+    def begin(self, batch: StepBatch, s_worker: SWorker) -> tuple[StepRecord, Begun]:
+        """Begin a step: make room for the K and V of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -150,17 +238,14 @@ class RemotePart:
         """[T, Hq, D] of the layer, as far as it has arrived."""
         self._num_unsent = 0
         self._staging = plan.staging(batch.spans[0].begin.lane)
-        self._staging.begin_step([self._share(span) for span in batch.spans])
+        shares = []
+        for span in batch.spans:
+            closed = tuple(closed.rows for closed in span.closed)
+            answered = span.query_rows if merge is None else merge.answered_rows(span)
+            shares.append(Share(span.query_rows, closed, span.rows, answered))
+        self._staging.begin_step(shares)
         for span in batch.spans:
             plan.fleet.send(span.holder, span.begin)
-
-    def _share(self, span: HolderSpan) -> Share:
-        closed = tuple(closed.rows for closed in span.closed)
-        return Share(span.query_rows, closed, span.rows, self._answered_rows(span))
-
-    def _answered_rows(self, span: HolderSpan) -> slice:
-        """Return the rows whose o the holder answers."""
-        return span.query_rows if self._merge is None else self._merge.answered_rows(span)
 
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None
@@ -181,7 +266,8 @@ class RemotePart:
         return None
 
     def send(self, layer: int, staged: Staged) -> None:
-        """Send each holder its rows of a layer, which is on the host."""
+        """Send each holder its rows of a layer, which is on the host. Call in the order of
+        layers."""
         self._num_unsent -= 1
         send = self._plan.fleet.send
         for span, shipment in zip(self._own, staged.shipments, strict=True):
@@ -276,21 +362,8 @@ class RemotePart:
 
 
 class Leaving(NamedTuple):
-    """A layer of a ``RemotePart`` on its way to the host. See ``Outgoing``."""
+    """A layer's q, k and v on their way to the host, for ``RemotePart.send``."""
 
     part: RemotePart
     layer: int
     staged: Staged
-
-    @property
-    def done(self) -> bool:
-        """True if the layer is on the host."""
-        return self.staged.done
-
-    def wait(self) -> None:
-        """Wait until it is."""
-        self.staged.wait()
-
-    def send(self) -> None:
-        """Send it to R-workers."""
-        self.part.send(self.layer, self.staged)

@@ -10,6 +10,8 @@ last step began longest ago.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,13 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.step.device_memory import Bytes, DeviceMemory
 from fastdecode.engine.step.torch_executor import AttendPaged, TorchExecutor, kv_spec_of
-from fastdecode.wire.blocks import ChunkForm
-from fastdecode.wire.messages import AttendResult, BeginStep
+from fastdecode.wire.messages import BeginStep
 from rworker.blocks.appending import Appended
 from rworker.blocks.kv_store import KVStore
-from rworker.instructions import Compute, CopyBlocks, PlaceChunk, Prepare
+from rworker.instructions import Prepare
 from rworker.tiers.disk import Disk
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
@@ -121,7 +121,9 @@ class SwappedLanes:
         with self._moving:
             self.mover.leave(self._stored_slots)
             for other in (x for x in self._order[:-1] if x in self._stores):
-                blocks = stored_blocks(self._stores[other])
+                store = self._stores[other]
+                ids = np.fromiter(store.tables.row_of, np.int64, len(store.tables.row_of))
+                blocks = blocks_of(store, ids, store.num_tokens(ids))
                 if blocks.size:
                     self.mover.prefetch(other, blocks)
                     return
@@ -173,52 +175,11 @@ class LaneExecutor(TorchExecutor):
     def end_step(self, holder: HolderId) -> None:
         self._lanes.end_step(holder)
 
-    def compute(self, compute: Compute) -> AttendResult:
-        stored = super().compute(compute)
-        size = self._stored(compute.holder).kv.block_size
-        self._lanes.is_new(compute.holder, compute.plan.slots // size)
-        return stored
+    def is_new(self, holder: HolderId, blocks: NDArray[np.integer]) -> None:
+        self._lanes.is_new(holder, blocks)
 
-    def copy_blocks(self, copy: CopyBlocks) -> None:
-        super().copy_blocks(copy)
-        self._lanes.is_new(copy.holder, copy.target_ids)
-
-    def place(self, place: PlaceChunk) -> None:
-        super().place(place)
-        size, places = self._stored(place.holder).kv.block_size, place.places
-        is_whole = place.chunk.form is ChunkForm.BLOCKS
-        self._lanes.is_new(place.holder, places if is_whole else places // size)
-
-    def _stored(self, holder: HolderId) -> StoredKV:
-        return self._lanes.settle(holder)
-
-    def _new_memory(self, holder: HolderId) -> DeviceMemory:
-        return LaneMemory(self._lanes, holder)
-
-
-class LaneMemory(DeviceMemory):
-    """A lane's blocks, in the host's memory; see ``DeviceMemory``."""
-
-    def __init__(self, lanes: SwappedLanes, lane: HolderId) -> None:
-        self._lanes, self._lane = lanes, lane
-        super().__init__(lanes.settle(lane), lanes.gpu)
-
-    def write(self, layers: range, block: int, data: Bytes) -> None:
-        super().write(layers, block, data)
-        self._lanes.is_new(self._lane, np.array([block]))
-
-    def clear(self, block: int) -> None:
-        super().clear(block)
-        self._lanes.is_new(self._lane, np.array([block]))
-
-    def _stored(self) -> StoredKV:
-        return self._lanes.settle(self._lane)
-
-
-def stored_blocks(store: KVStore) -> Blocks:
-    """That hold tokens of a lane's sequences."""
-    ids = np.fromiter(store.tables.row_of, np.int64, len(store.tables.row_of))
-    return blocks_of(store, ids, store.num_tokens(ids))
+    def _stored(self, holder: HolderId) -> Callable[[], StoredKV]:
+        return partial(self._lanes.settle, holder)
 
 
 def blocks_of(

@@ -12,7 +12,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.dtype import DType
@@ -30,7 +32,6 @@ from rworker.instructions import (
     Compute,
     CopyBlocks,
     Drop,
-    Instruction,
     OpenTier,
     PlaceChunk,
     Prepare,
@@ -107,30 +108,33 @@ class TorchExecutor:
         """End a step, all layers of which are done, or queued on the device."""
 
     def copy_blocks(self, copy: CopyBlocks) -> None:
-        self._stored(copy.holder).copy_blocks(copy.source_ids, copy.target_ids)
+        self._stored(copy.holder)().copy_blocks(copy.source_ids, copy.target_ids)
+        self.is_new(copy.holder, copy.target_ids)
 
     def compute(self, compute: Compute) -> AttendResult:
         """Refuse it: the S-worker stores and attends by itself."""
-        raise _not_here(compute)
+        raise ProtocolError("a KV cache on a device cannot do Compute")
 
     def place(self, place: PlaceChunk) -> None:
-        self._memory_of(place.holder).place_chunk(place.chunk, place.places)
+        self._memory_of(place.holder).place_chunk(place.shape, place.places, place.data)
 
     def read(self, read: ReadChunk) -> Array:
-        return self._memory_of(read.holder).read_chunk(read.request, read.places)
+        return self._memory_of(read.holder).read_chunk(read.shape, read.places)
 
-    def _stored(self, holder: HolderId) -> StoredKV:
-        """Where a holder's K and V are, between two steps."""
-        return self.caches[holder]
+    def _stored(self, holder: HolderId) -> Callable[[], StoredKV]:
+        """Return what gives a holder's K and V, between two steps."""
+        cache = self.caches[holder]
+        return lambda: cache
 
     def _memory_of(self, holder: HolderId) -> DeviceMemory:
-        """A holder's cache, as others read and write it."""
+        """Return a holder's cache, as others read and write it."""
         if holder not in self._memory:
-            self._memory[holder] = self._new_memory(holder)
+            written = partial(self.is_new, holder)
+            self._memory[holder] = DeviceMemory(self._stored(holder), self.gpu, written)
         return self._memory[holder]
 
-    def _new_memory(self, holder: HolderId) -> DeviceMemory:
-        return DeviceMemory(self._stored(holder), self.gpu)
+    def is_new(self, holder: HolderId, blocks: NDArray[np.integer]) -> None:
+        """Note that blocks [B] were written outside of steps."""
 
     def drop(self, drop: Drop) -> None:
         self._forget(drop.holder)
@@ -212,7 +216,3 @@ def kv_spec_of(prepare: Prepare) -> KVSpec:
         dtype=DType(layout.dtype),
         block_size=layout.block_size,
     )
-
-
-def _not_here(instruction: Instruction) -> ProtocolError:
-    return ProtocolError(f"a KV cache on a device cannot do {type(instruction).__name__}")

@@ -1,11 +1,10 @@
-"""A stage behind the first: runs the steps that it is sent, until the first stage ends it."""
+"""Steps on their way through the stages: from the first one to the later ones, each of which runs
+the steps that it is sent, and back."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Collection
 from functools import partial
 
 import numpy as np
@@ -14,20 +13,122 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastdecode.core.errors import ProtocolError
-from fastdecode.core.holders import Holder, HolderId
-from fastdecode.engine.stages.first_stage import columns_of
+from fastdecode.core.errors import ProtocolError, WorkerError
+from fastdecode.core.holders import HolderId
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
+from fastdecode.engine.stages.pool import ColumnPool
 from fastdecode.engine.stages.relay import Relay
 from fastdecode.engine.step.batch import StepBatch
-from fastdecode.engine.step.lane_step import Attention, LaneStep
-from fastdecode.engine.step.pipeline import Pipeline
+from fastdecode.engine.step.pipeline import LaneStep, Pipeline
+from fastdecode.engine.step.remote import Attention
 from fastdecode.wire.messages import MAX_ID, Activations, Shutdown
-from fastdecode.wire.stages import FIRST_STAGE, GreetColumn, StageDone, StagePass
+from fastdecode.wire.stages import ASKS, DRAWS, FIRST_STAGE, GreetColumn, StageDone, StagePass
 from sworker.buffers import Fetched, as_array, as_tensor
 from sworker.worker import SWorker
 
 _LOOK_EVERY_S = 0.05  # whether the replacement of a lost R-worker has answered
+
+
+def stage_pass(batch: StepBatch, x: Activations, lost: Collection[int]) -> StagePass:
+    """Return a step for the next stage, as the first stage has laid it out.
+
+    Args:
+        x: The first stage's output for the step's rows, [T, H].
+    """
+    begun = [span.begin for span in batch.spans]
+    lengths = [int(np.count_nonzero(begin.num_new)) for begin in begun]
+    own = list(zip(begun, lengths, strict=True))  # closed parts are behind them
+    num_past = np.concatenate([begin.num_past[:number] for begin, number in own])
+    num_new = np.concatenate([begin.num_new[:number] for begin, number in own])
+    draws = batch.draws.astype(np.uint8) * np.uint8(DRAWS)
+    if batch.asks is not None:
+        draws |= batch.asks.astype(np.uint8) * np.uint8(ASKS)
+    first_tokens = batch.positions[batch.last_rows] - (num_past + num_new - 1)
+    closed = [
+        (one.holder, one.part, one.num_tokens, one.num_beyond, one.first_row, one.num_rows)
+        for one in batch.closed
+    ]
+    ids = np.array([one.part_id for one in batch.closed], np.int64)
+    return StagePass(
+        step=begun[0].step,
+        lane=begun[0].lane,
+        x=x,
+        sequence_ids=np.concatenate([begin.sequence_ids[:number] for begin, number in own]),
+        columns=np.repeat(np.array([span.holder for span in batch.spans], np.int32), lengths),
+        num_past=num_past,
+        num_new=num_new,
+        draws=draws,
+        lost=columns_of(lost),
+        first_tokens=first_tokens.astype(np.int32) if first_tokens.any() else None,
+        closed_ids=ids if closed else None,
+        closed=np.array(closed, np.int32) if closed else None,
+    )
+
+
+class FirstStageForward:
+    """A step of the first stage, which is sent to the later ones. The last one returns the rows
+    that draw a token."""
+
+    def __init__(self, step: LaneStep, output: Fetched, fleet: ColumnPool) -> None:
+        self._step, self._later, self._fleet = step, fleet.later, fleet
+        self.copy = output
+        self._is_sent = False
+        self.reports: list[StageDone] = []
+
+    @property
+    def can_advance(self) -> bool:
+        if not self._is_sent:
+            return self.copy.done
+        return len(self.reports) == len(self._later.later)
+
+    def advance(self) -> Tensor | None:
+        """Send the step; later return the logits [R, V] of the R rows that a token is drawn from,
+        made of the last stage's output [R, H]."""
+        step = self._step
+        if not self._is_sent:
+            self._is_sent = True
+            passed = stage_pass(step.batch, as_array(self.copy.host), self._fleet.lost)
+            self._later.send(passed)
+            return None
+        last = max(self.reports, key=lambda done: done.stage)
+        sent = as_array(self.copy.host)
+        num_draws = len(step.logit_rows)
+        num_asked = 0 if step.asked_rows is None else len(step.asked_rows)
+        shape = num_draws + num_asked, sent.shape[1]
+        if last.x is None or last.x.shape != shape or last.x.dtype != sent.dtype:
+            found = "nothing" if last.x is None else f"{last.x.dtype} {list(last.x.shape)}"
+            raise WorkerError(
+                f"stage {last.stage} gave {found} back where {list(shape)} was due: are all "
+                "stages of the same version?",
+                code="stage_lost",
+            )
+        step.forward.come_home(as_tensor(last.x, self.copy.host.dtype))
+        if step.asked_rows is not None:
+            step.asked_rows = np.arange(num_draws, shape[0])
+        return step.forward.logits(np.arange(num_draws))
+
+    def deliver(self, done: StageDone) -> None:
+        self.reports.append(done)
+
+
+class FirstStage:
+    """Passes steps of the first stage on (``NextStage``)."""
+
+    has_orders = False
+
+    def __init__(self, s_worker: SWorker, fleet: ColumnPool) -> None:
+        self._s_worker, self._fleet = s_worker, fleet
+
+    def leave(self, step: LaneStep) -> FirstStageForward:
+        output = self._s_worker.to_host(step.forward.output, step.lane)
+        return FirstStageForward(step, output, self._fleet)
+
+    def take_done(self) -> list[StageDone]:
+        return self._fleet.later.take_done()
+
+
+def columns_of(columns: Collection[int]) -> NDArray[np.int32]:
+    return np.array(sorted(columns), np.int32)
 
 
 class LaterStageForward:
@@ -78,12 +179,11 @@ class LaterStage:
         self._number = number
         self._next = behind
         self._s_worker = s_worker
-        self._fleet = attention.fleet
-        self._holders: Seq[Holder] = attention.holders
+        self._fleet, self._holders = attention.fleet, attention.holders
         self._links = links
         self._num_lanes = num_lanes
         self._pipeline = Pipeline(s_worker, attention, num_lanes, onward=self)
-        self._waiting: deque[StagePass] = deque()
+        self._waiting: list[StagePass] = []
         self._passed: dict[int, StagePass] = {}  # by lane
         self._relay = relay
         self._is_over = False
@@ -100,7 +200,7 @@ class LaterStage:
             for stage, message in self._links.take_heard():
                 self._obey(stage, message)
             self._launch()
-            if self._is_over or self._links.has_heard:
+            if self._is_over or self._links.heard:
                 continue
             if self._pipeline.in_flight:
                 self._pipeline.run()
@@ -111,7 +211,10 @@ class LaterStage:
     def leave(self, step: LaneStep) -> LaterStageForward:
         x = step.forward.output
         if self._next is None:
-            x = _rows(x, self._s_worker.upload(torch.from_numpy(step.wanted_rows)))
+            rows = step.logit_rows
+            if step.asked_rows is not None:
+                rows = np.concatenate((rows, step.asked_rows))
+            x = _rows(x, self._s_worker.upload(torch.from_numpy(rows)))
         output = self._s_worker.to_host(x, step.lane)
         return LaterStageForward(output, partial(self._pass_on, step))
 
@@ -120,7 +223,7 @@ class LaterStage:
 
     @property
     def has_orders(self) -> bool:
-        return self._links.has_heard
+        return bool(self._links.heard)
 
     def _pass_on(self, step: LaneStep, x: Activations) -> None:
         """Send a step's output to the next stage, if there is one. Report to the first stage,
@@ -163,31 +266,23 @@ class LaterStage:
         elif isinstance(message, Shutdown):
             self._is_over = True
         else:
-            if isinstance(message, GreetColumn):
-                self._forget(HolderId(message.column))
+            if isinstance(message, GreetColumn) and self._relay.forgets_answers:
+                self._pipeline.lose(HolderId(message.column))  # steps in flight get no answer
             self._relay.obey(message)
 
-    def _forget(self, column: HolderId) -> None:
-        """Lose a column that is greeted again in steps in flight, which get no answer from it."""
-        if self._relay.forgets_answers:
-            self._pipeline.lose(column)
-
     def _launch(self) -> None:
-        later: deque[StagePass] = deque()
-        for passed in self._waiting:
-            if passed.lane in self._pipeline.idle:
-                self._start(passed)
-            else:  # its last layer isn't stored yet
-                later.append(passed)
-        self._waiting = later
-
-    def _start(self, passed: StagePass) -> None:
-        x = as_tensor(passed.x, self._s_worker.model.dtype)
-        batch = StepBatch.passed_on(passed, self._holders, x)
-        self._passed[passed.lane] = passed
-        self._pipeline.launch(passed.lane, batch, batch.last_rows[batch.draws])
-        for column in self._fleet.lost:
-            self._pipeline.lose(column)
+        """Start the steps that wait, but for those of a lane whose last layer isn't stored yet."""
+        waiting, self._waiting = self._waiting, []
+        for passed in waiting:
+            if passed.lane not in self._pipeline.idle:
+                self._waiting.append(passed)
+                continue
+            x = as_tensor(passed.x, self._s_worker.model.dtype)
+            batch = StepBatch.passed_on(passed, self._holders, x)
+            self._passed[passed.lane] = passed
+            self._pipeline.launch(passed.lane, batch, batch.last_rows[batch.draws])
+            for column in self._fleet.lost:
+                self._pipeline.lose(column)
 
     def _check(self, passed: StagePass) -> None:
         """
