@@ -35,7 +35,7 @@ from rworker.instructions import (
     ReadChunk,
     StepPlan,
 )
-from rworker.stream.memory import gather, scatter
+from rworker.stream.memory import place_chunk, read_chunk
 from rworker.tiers.tier import ArrayMemory
 from rworker.tiers.tiers import Tiers
 
@@ -171,19 +171,13 @@ class AttentionExecutor:
 
     def place(self, place: PlaceChunk) -> None:
         """Write a chunk into blocks."""
-        cache = self._caches[place.holder]
-        layout = cache.prepared.layout
-        gather(
-            layout, cache.pool, place.chunk, place.places, kernels=self._kernels, **self._threads
-        )
+        pool, options = self._caches[place.holder].pool, {"kernels": self._kernels, **self._threads}
+        place_chunk(place.shape, pool, place.places, place.data, **options)
 
     def read(self, read: ReadChunk) -> NDArray[np.uint8]:
-        """A chunk's data. It holds for as long as somebody refers to it."""
-        cache = self._caches[read.holder]
-        return scatter(
-            cache.prepared.layout, cache.pool, read.request, read.places, self._buffers.take,
-            kernels=self._kernels, **self._threads,
-        )  # fmt: skip
+        """Return a chunk's data. It holds for as long as something refers to it."""
+        pool, options = self._caches[read.holder].pool, {"kernels": self._kernels, **self._threads}
+        return read_chunk(read.shape, pool, read.places, self._buffers.take, **options)
 
     def drop(self, drop: Drop) -> None:
         """Free a holder's cache; one that never came to be is none."""

@@ -28,11 +28,9 @@ from fastdecode.wire.messages import (
     Open,
     Refused,
 )
-from fastdecode.wire.traits import Role
 from rworker.blocks.appending import Appended, past_of
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES, KVStore
 from rworker.checks import check_arrays, check_counts, checked_keys
-from rworker.stream.arriving_sequences import ArrivingSequences
 
 
 @dataclass
@@ -126,8 +124,8 @@ class CacheState:
     ) -> None:
         self.hello = hello
         self.store = KVStore(num_blocks, hello.kv.block_size, max_sequences=max_sequences)
-        self.arrivals = ArrivingSequences(hello.kv)
-        """Sequences of which tokens will arrive as chunks."""
+        self.arrived: dict[int, int] = {}
+        """Tokens that have come of each sequence of a replica that lacks some."""
         self._carrier = hello.activation_dtype.carrier
         self.steps = OpenSteps(hello.kv.num_layers)
 
@@ -147,13 +145,51 @@ class CacheState:
             elif message.parent_id != NO_PARENT:
                 self._check_settled(message)
                 store.fork(message.parent_id, sequence, message.num_tokens, num_reserved)
-                if message.parent_id in self.arrivals:
-                    self.arrivals.fork(message.parent_id, sequence, message.num_tokens)
+                arrived = self.arrived.get(message.parent_id, message.num_tokens)
+                if arrived < message.num_tokens:
+                    self.arrived[sequence] = arrived
             else:
                 store.open(sequence, num_reserved)
         except CapacityError as error:
             return Refused(sequence, error.code, error.message)
         return Accepted(sequence)
+
+    def lengthen(self, sequence: int, num_tokens: int) -> Appended | None:
+        """Give a replica's sequence blocks for its first tokens, which come later. None if it has
+        them."""
+        ids = np.array([sequence], np.int64)
+        present = int(self.store.num_tokens(ids)[0])
+        if present >= num_tokens:
+            return None
+        appended = self.store.append(ids, np.array([num_tokens - present], np.int32))
+        self.arrived.setdefault(sequence, present)
+        return appended
+
+    def store_tokens(
+        self,
+        sequence_ids: NDArray[np.int64],
+        first_tokens: NDArray[np.int32],
+        num_tokens: NDArray[np.int32],
+    ) -> Appended:
+        """Make room for the next tokens of a replica's sequences."""
+        present = self.store.num_tokens(sequence_ids)
+        ends = first_tokens + num_tokens.astype(np.int64)
+        pieces = list(zip(sequence_ids.tolist(), present.tolist(), ends.tolist(), strict=True))
+        for (sequence, length, _), first in zip(pieces, first_tokens.tolist(), strict=True):
+            if first != (due := self.arrived.get(sequence, length)):
+                raise ProtocolError(
+                    f"tokens from {first} on of sequence {sequence} have come where those from "
+                    f"{due} on are due"
+                )
+        grows = ends > present
+        more = (ends - present)[grows].astype(np.int32)
+        appended = self.store.append(sequence_ids[grows], more)
+        for sequence, length, end in pieces:
+            if end < length:
+                self.arrived[sequence] = end
+            else:
+                self.arrived.pop(sequence, None)
+        return appended
 
     def close(self, message: Close) -> None:
         """Free a sequence's blocks, or all but its last one, which is cached."""
@@ -168,22 +204,19 @@ class CacheState:
             self.store.close(sequence, tail_key=bytes.fromhex(message.tail))
         else:
             self.store.close(sequence)
-        self.arrivals.forget(sequence)
+        self.arrived.pop(sequence, None)
 
     def num_settled(self, sequence: int) -> int:
         """Count the tokens of a sequence that every layer has."""
-        if sequence in self.arrivals:
-            return self.arrivals.num_settled(sequence)
         present = int(self.store.num_tokens(np.array([sequence], np.int64))[0])
-        return self.steps.settled.get(sequence, present)
+        return self.steps.settled.get(sequence, self.arrived.get(sequence, present))
 
     def settled(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """Count the tokens of each sequence that every layer has, [N]."""
         lengths = self.store.num_tokens(sequences)
-        if self.steps.settled or len(self.arrivals):
+        if self.steps.settled:
             for index, sequence in enumerate(sequences.tolist()):
-                if sequence in self.steps.settled or sequence in self.arrivals:
-                    lengths[index] = self.num_settled(sequence)
+                lengths[index] = self.steps.settled.get(sequence, lengths[index])
         return lengths
 
     def keep(self, message: Name) -> None:
@@ -191,9 +224,7 @@ class CacheState:
         sequence, first = message.sequence_id, message.first_block
         keys = checked_keys(message.keys)
         row = self.store.tables.row(sequence)
-        num_settled = self.steps.settled.get(sequence, self.store.tables.leading(row))
-        if sequence in self.arrivals:
-            num_settled = min(num_settled, self.arrivals.num_settled(sequence))
+        num_settled = self.num_settled(sequence)
         if first + len(keys) > num_settled // self.store.block_size:
             raise ProtocolError(
                 f"blocks {first} to {first + len(keys) - 1} of sequence {sequence} are to be kept, "
@@ -212,10 +243,6 @@ class CacheState:
         settled = self.store.num_tokens(begin.sequence_ids)
         check_counts(begin, self._past_beside_gaps(begin) if self.store.tables.gaps else settled)
         num_queries = int(begin.num_queries.sum())
-        if num_queries and self.hello.role is Role.NEIGHBOUR:
-            raise ProtocolError(
-                "a neighbour's replica is stored, and not attended: num_queries must be 0"
-            )
         growing = begin.num_new > 0
         appended = self.store.append(
             begin.sequence_ids[growing], begin.num_new[growing], begin.num_past[growing]
@@ -240,19 +267,14 @@ class CacheState:
     def check_invariants(self) -> None:
         self.steps.check_invariants()
         settled = self.steps.settled
-        assert not settled.keys() & set(self.arrivals), "a step has a sequence that is arriving"
+        assert not (settled and self.arrived), "a replica has an open step"
         self.store.check_invariants()
         lengths = self.store.num_tokens(np.array(list(settled), np.int64))
         assert (lengths >= list(settled.values())).all() or not settled, "a step took tokens away"
 
     def _check_settled(self, message: Open) -> None:
         """Raise ProtocolError unless every layer has the shared tokens."""
-        may_arrive = self.hello.role is Role.NEIGHBOUR
-        if message.parent_id not in self.steps.settled and (
-            may_arrive or message.parent_id not in self.arrivals
-        ):
-            return
-        settled = self.num_settled(message.parent_id)
+        settled = self.steps.settled.get(message.parent_id, message.num_tokens)
         if message.num_tokens > settled:
             raise ProtocolError(
                 f"sequence {message.sequence_id} would share {message.num_tokens} tokens of "
@@ -278,9 +300,6 @@ class CacheState:
         if not self.steps.settled.keys().isdisjoint(members):
             busy = next(x for x in sequence_ids if x in self.steps.settled)
             raise ProtocolError(f"sequence {busy} is in another lane's open step")
-        arriving = members.intersection(self.arrivals.ends)
-        if arriving:
-            raise ProtocolError(f"sequence {min(arriving)} is arriving: tokens of it are to come")
         return sequence_ids
 
     def _check_twice(self, sequence_ids: list[int]) -> None:

@@ -27,17 +27,10 @@ WORKER: Final = 0  # the one connection's index
 
 
 class InlineConnection:
-    """The S-worker's side; see ``fastdecode.wire.transport.Connection``. What
-    is sent is done by the next call that looks for an answer, and its time
-    counts as waiting, as it does with any other R-worker.
+    """The S-worker's side of a connection. The next call that looks for an answer does what was
+    sent, and its time counts as waiting, as it does with any other R-worker."""
 
-    Args:
-        state: decides.
-        executor: computes.
-    """
-
-    heard_s = None
-    """It can't hang alone."""
+    heard_s = None  # it can't hang alone
 
     def __init__(self, state: RWorkerState, executor: RWorkerExecutor) -> None:
         self.peer = f"R-worker {state.name}"
@@ -54,8 +47,7 @@ class InlineConnection:
         self._requests.append(message)
 
     def receive(self, timeout_s: float | None = None) -> FromRWorker:
-        """See ``Connection``. Nobody waits for an R-worker that was asked for
-        nothing: it would be for ever."""
+        """Return the next answer. Call it only while one is owed."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while (answer := self.poll()) is None:
             assert self._worker is not None
@@ -81,7 +73,7 @@ class InlineConnection:
         return None
 
     def close(self) -> None:
-        """What hasn't been looked at by now is dropped; so are the answers, and the KV cache."""
+        """Drop requests that nothing has looked at, answers, and the KV cache."""
         self._closed = True
         self._answers.queue.clear()
         self._end()
@@ -93,7 +85,7 @@ class InlineConnection:
 
     @property
     def is_busy(self) -> bool:
-        """Whether blocks are on their way, of which it will tell."""
+        """True if blocks are on their way, on which it will report."""
         return self._worker is not None and self._worker.behind.is_moving
 
     @property
@@ -108,8 +100,7 @@ class InlineConnection:
         except Exception as error:
             self._answers.send(last_words(self._name, error))
         except BaseException:
-            # Ctrl-C in the middle of a layer: whoever goes on must not wait for
-            # its answer.
+            # Ctrl-C in the middle of a layer: the caller must not wait for its answer.
             self._answers.send(Failed(self._name, "interrupted", "it was interrupted"))
             raise
         finally:
@@ -124,19 +115,18 @@ class InlineConnection:
 
 
 class _Answers:
-    """What the R-worker takes for its connection."""
+    """The R-worker's side of the connection."""
 
     peer = "the S-worker"
 
     def __init__(self) -> None:
         self.queue: deque[FromRWorker] = deque()
         self.are_over = False
-        """Whether the R-worker has hung up; what it answered before is still to be received."""
+        """True if the R-worker has hung up. What it answered before is still to be received."""
 
     @property
     def connections(self) -> tuple[Peer, ...]:
-        """See ``Peers``: this is ``WORKER``."""
-        return (self,)
+        return (self,)  # ``WORKER`` is its index
 
     def send(self, message: FromRWorker) -> None:
         self.queue.append(message)
@@ -153,19 +143,16 @@ def make_inline_worker(
     openmp_library: str | None = None,
     disk: Disk | None = None,
 ) -> InlineConnection:
-    """An R-worker in this thread.
+    """Make an R-worker that works in this thread.
 
     Args:
-        kv_bytes: memory for K and V.
-        num_threads: CPU threads that its kernels use.
-        openmp_library: the file of the OpenMP runtime whose regions of
-            ``num_threads`` threads the S-part runs in this
-            thread: its threads run the kernels, too. None, or if it can't be
-                used: the kernels have their own.
-        disk: where kept blocks may go; None: nowhere.
+        openmp_library: file of the OpenMP runtime in whose ``num_threads`` threads the S-part
+            runs: they run the kernels, too. If it is None, or can't be used, the kernels have
+            threads of their own.
+        disk: where cached blocks may go. None if nowhere.
 
     Raises:
-        ConfigError: an option is out of range.
+        ConfigError: If an option is out of range.
     """
     state = RWorkerState(
         name, kv_bytes=kv_bytes, num_threads=num_threads, has_tier=disk is not None

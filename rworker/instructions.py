@@ -14,23 +14,16 @@ from cpu_kernels import BlockLayout
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import AttentionSpec
-from fastdecode.wire.blocks import (
-    Done,
-    Fetch,
-    FetchChunk,
-    ReadBlocks,
-    Retain,
-    StoreChunk,
-    words_of,
-)
+from fastdecode.wire.blocks import Done, Fetch, KeptToRWorker, Retain, TakeOver, words_of
 from fastdecode.wire.messages import Activations, FromRWorker
-from rworker.stream.changes import Change
+from rworker.stream.chunks import ChunkShape
 from rworker.tiers.tier import MoveJob
 
 if TYPE_CHECKING:
     from rworker.cache_state import CacheState
 
 RESTORER: Final = -2  # the peer that speaks what a replica's file says
+OVER: Final = -1  # stands for a link's number: the link ends
 
 
 @dataclass(frozen=True)
@@ -158,26 +151,34 @@ class Compute:
 
 @dataclass(frozen=True, eq=False)
 class PlaceChunk:
-    """Write a chunk into a holder's blocks, and tell a peer."""
+    """Write a chunk into a holder's blocks."""
 
-    to: int
     holder: HolderId
-    chunk: StoreChunk
+    shape: ChunkShape
     places: NDArray[np.int64]
-    """Slots of its tokens, [T]; of whole blocks their ids, [B]."""
+    """Slots of its tokens, [T]. Of whole blocks their ids, [B]."""
+    data: NDArray[np.uint8]
 
 
 @dataclass(frozen=True, eq=False)
 class ReadChunk:
-    """Read a chunk out of a holder's blocks, for a peer."""
+    """Read a chunk out of a holder's blocks."""
 
-    to: int
     holder: HolderId
-    request: FetchChunk | ReadBlocks
+    shape: ChunkShape
     places: NDArray[np.int64]
     """As of ``PlaceChunk``."""
-    is_there: NDArray[np.uint8] | None = None
-    """Which of the blocks it has that ``ReadBlocks`` asked for. None for ``FetchChunk``."""
+
+
+@dataclass(frozen=True, eq=False)
+class SendBlocks:
+    """Answer a peer with cached blocks."""
+
+    to: int
+    is_there: NDArray[np.uint8]
+    """1 for each block that it asked for and that is cached, else 0."""
+    read: ReadChunk
+    """Reads the cached ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,13 +198,13 @@ class LinkReplica:
     """How long the neighbour may stay silent while it owes an answer."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ReadReplica:
-    """Read a lost holder's replica from its file, as the peer ``RESTORER``."""
+    """Read a lost holder's replica from its file, as the peer ``RESTORER``, for a peer that takes
+    it over."""
 
-    holder: HolderId
-    session: int
-    link: int
+    to: int
+    message: TakeOver
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ class Follow:
     """A holder's cache has changed, and its replica is to."""
 
     holder: HolderId
-    change: Change
+    change: KeptToRWorker
 
 
 @dataclass(frozen=True)
@@ -309,7 +310,7 @@ Occasional: TypeAlias = (
     | Prepare
     | CopyBlocks
     | PlaceChunk
-    | ReadChunk
+    | SendBlocks
     | LinkReplica
     | ReadReplica
     | RemoveReplica

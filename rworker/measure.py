@@ -1,9 +1,8 @@
-"""Measures the R-part on this host: decode steps over sequences and contexts,
-and the read bandwidth beside them.
+"""Measurement of the R-part on this host: decode steps over sequences and contexts, and the read
+bandwidth beside them.
 
-What is timed is what an R-worker does between a message and its answer: the
-real state machine and executor, driven without a transport. Several R-workers
-run at once, as they will, since they share the host's memory bandwidth.
+What is timed is what an R-worker does between a message and its answer: the real state machine and
+executor, without a transport. Several R-workers run at once, since they share memory bandwidth.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -45,9 +45,7 @@ from rworker.worker import Peer, RWorker
 T = TypeVar("T")
 
 WARM_UP_STEPS = 2
-# Random K and V are drawn for so many tokens and repeated: what they hold
-# doesn't matter, but that they aren't zeros.
-DRAWN_TOKENS = 256
+DRAWN_TOKENS = 256  # tokens of random K and V, which are repeated
 APPEND_TOKENS = 8192
 READ_CHUNKS = 64
 
@@ -66,18 +64,17 @@ class Effort:
     """How much to measure."""
 
     sequences: tuple[int, ...] = (1, 4, 16, 64)
-    """On each R-worker."""
+    """Sequences on each R-worker."""
     contexts: tuple[int, ...] = (64, 256, 1024, 4096)
     """Cached tokens of each."""
     repeats: int = 9
     max_kv_bytes: int = 2 << 30
     """Pairs of the above that need more than this on one R-worker are left out."""
     rest_s: float = 0.001
-    """Before each layer of a decode step. R-workers rest while the S-worker
-    computes, and a call after a rest takes some 50 us longer than one that
-    follows another: caches, branch predictors and clocks have cooled down."""
+    """Rest before each layer of a decode step, as while the S-worker computes. A call after a rest
+    takes some 50 us longer: caches, branch predictors and clocks have cooled down."""
     read_bytes: int = 1 << 29
-    """Read by each thread in one repeat of the ceiling's measurement."""
+    """Bytes that each thread reads in one repeat of the ceiling's measurement."""
 
 
 def measure_r_part(
@@ -90,16 +87,14 @@ def measure_r_part(
     *,
     clock: Clock = time.perf_counter,
 ) -> RProfile:
-    """Measure this host's R-workers, the read ceiling before and after the
-    decode points.
+    """Measure this host's R-workers, the read ceiling before and after the decode points.
 
     Args:
-        memory_bytes: that the KV cache of each R-worker will take in earnest.
+        memory_bytes: memory that the KV cache of each R-worker will have in a job.
 
     Raises:
-        ConfigError: not even the smallest size fits into
-            ``effort.max_kv_bytes``.
-        CapacityError, WorkerError: as ``measure_decode``.
+        ConfigError: If too few sizes fit into ``effort.max_kv_bytes``.
+        CapacityError, WorkerError: As ``measure_decode``.
     """
     sizes = _enough_sizes(kv, effort)
     before = measure_read_bandwidth(host, num_bytes=effort.read_bytes, repeats=3, clock=clock)
@@ -130,7 +125,7 @@ def measure_r_part(
 
 
 def _enough_sizes(kv: KVSpec, effort: Effort) -> list[tuple[int, int]]:
-    """``decode_sizes``. Raises ConfigError: there are too few to fit a line to."""
+    """Return ``decode_sizes``. Raises ConfigError: If they are too few to fit a line to."""
     sizes = decode_sizes(kv, effort.max_kv_bytes, effort.sequences, effort.contexts)
     if len(sizes) < 3:
         raise ConfigError(
@@ -152,19 +147,16 @@ def measure_decode(
     rest_s: float = 0.0,
     clock: Clock = time.perf_counter,
 ) -> tuple[DecodePoint, ...]:
-    """Time one layer's append-then-attend of decode steps.
+    """Time one layer's append-then-attend of decode steps. They go through all layers, so that each
+    layer's K and V come from memory.
 
     Args:
-        kv: the cache; all of its layers are filled and stepped through, so that
-            each layer's K and V come from memory.
-        attention: one a layer.
         sizes: (sequences on each R-worker, context tokens of each).
-        repeats: steps a size, after ``WARM_UP_STEPS``.
-        rest_s: rest before each layer.
+        repeats: steps of each size, after ``WARM_UP_STEPS``.
 
     Raises:
-        CapacityError: the cache doesn't fit into this host's memory.
-        WorkerError: an R-worker failed.
+        CapacityError: If the cache doesn't fit into this host's memory.
+        WorkerError: If an R-worker failed.
     """
     points = []
     for num_sequences, context_tokens in sizes:
@@ -190,15 +182,10 @@ def measure_decode(
 def measure_read_bandwidth(
     host: Host, *, num_bytes: int, repeats: int, clock: Clock = time.perf_counter
 ) -> tuple[float, ...]:
-    """What one R-worker can read while the others read too, in bytes/s, once a
-    repeat.
+    """Return what one R-worker can read while the others read too, in bytes/s, of each repeat.
 
-    Every thread folds a memory area of its own, far larger than the caches,
-    into one word (NumPy's OR reduction, which runs at the memory's speed and
-    releases the GIL).
-
-    Args:
-        num_bytes: read by each thread in each repeat.
+    Every thread folds ``num_bytes`` of its own, far more than the caches have, into one word
+    (NumPy's OR reduction, which runs at the memory's speed and releases the GIL).
     """
     num_threads = host.num_workers * host.num_threads
     areas = [_huge_pages(num_bytes) for _ in range(num_threads)]
@@ -221,7 +208,7 @@ def measure_read_bandwidth(
 def decode_sizes(
     kv: KVSpec, max_kv_bytes: int, sequences: Sequence[int], contexts: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """All pairs whose KV cache fits into ``max_kv_bytes`` on one R-worker."""
+    """Return all pairs whose KV cache fits into ``max_kv_bytes`` on one R-worker."""
     most_tokens = max_kv_bytes // kv.token_bytes
     return [
         (n, context)
@@ -257,7 +244,7 @@ class _Worker:
         self._obey(Hello(PROTOCOL_VERSION, "measured", kv, tuple(attention), activation_dtype))
 
     def fill(self, num_sequences: int, num_tokens: int, num_reserved: int) -> None:
-        """Open sequences and append so many tokens to each, ``APPEND_TOKENS`` at a time in all."""
+        """Open sequences and append ``num_tokens`` to each, ``APPEND_TOKENS`` at a time in all."""
         self._lengths = np.zeros(num_sequences, np.int32)
         for sequence in range(num_sequences):
             self._obey(Open(sequence, num_reserved))
@@ -266,8 +253,7 @@ class _Worker:
             self._step(min(share, num_tokens - first), num_queries=0)
 
     def step(self, rest_s: float) -> float:
-        """One decode step through all layers: the seconds that the executor
-        took, the rest before each layer aside."""
+        """Run one decode step through all layers. Return the seconds that the executor took."""
         return self._step(1, num_queries=1, rest_s=rest_s)
 
     def _step(self, num_new: int, num_queries: int, rest_s: float = 0.0) -> float:
@@ -296,29 +282,23 @@ class _Worker:
         return seconds
 
     def _obey(self, message: ToRWorker) -> float:
-        """Hand the state a message and carry out what it says. The seconds of the kernels."""
+        """Carry out a message. Return the seconds of the kernels."""
         answers = _Answers()
         RWorker(answers, self._state, self._executor).obey(self._state.handle(0, message))
         return answers.seconds
 
 
 class _Answers:
-    """Takes what the R-worker says in place of a peer."""
+    """Takes what the R-worker answers, in place of a peer."""
 
-    peer = "whoever measures"
-    seconds = 0.0
-    """Of the kernels."""
+    peer = "the measurement"
+    seconds = 0.0  # of the kernels
 
     @property
     def connections(self) -> tuple[Peer, ...]:
-        """See ``rworker.worker.Peers``."""
         return (self,)
 
     def send(self, message: FromRWorker) -> None:
-        """
-        Raises:
-            WorkerError: the R-worker has failed.
-        """
         if isinstance(message, Failed):
             raise WorkerError(f"R-worker {message.worker}: {message.message}", code=message.code)
         if isinstance(message, AttendResult):
@@ -341,7 +321,7 @@ def _random_rows(
 
 
 def _carried(x: NDArray[np.float32], dtype: DType) -> Activations:
-    """float32 values as they travel: themselves, or the bits of 16-bit floats."""
+    """Return float32 values as they travel: themselves, or the bits of 16-bit floats."""
     if dtype is DType.FLOAT16:
         return x.astype(np.float16).view(np.uint16)
     if dtype is DType.BFLOAT16:
@@ -350,8 +330,8 @@ def _carried(x: NDArray[np.float32], dtype: DType) -> Activations:
 
 
 def _huge_pages(num_bytes: int) -> NDArray[np.uint64]:
-    """Memory that has been written, in huge pages where the system gives them.
-    [READ_CHUNKS, words]"""
+    """Return memory that has been written, in huge pages where the system gives them,
+    [READ_CHUNKS, words]."""
     words = max(1, num_bytes // 8 // READ_CHUNKS)
     memory = mmap.mmap(-1, READ_CHUNKS * words * 8)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -363,30 +343,15 @@ def _huge_pages(num_bytes: int) -> NDArray[np.uint64]:
 
 
 def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Run calls at the same time, each in a thread of its own; a single one
-    here.
-
-    Raises:
-        Exception: the first that any of them raised.
-    """
+    """Run calls at the same time, each in a thread of its own, and a single one here. Raise what
+    the first of them raises."""
     if len(calls) == 1:
         return [calls[0]()]
-    results: dict[int, T] = {}
-    errors: list[Exception] = []
     barrier = threading.Barrier(len(calls))
 
-    def run(index: int, call: Callable[[], T]) -> None:
+    def run(call: Callable[[], T]) -> T:
         barrier.wait()
-        try:
-            results[index] = call()
-        except Exception as error:
-            errors.append(error)
+        return call()
 
-    threads = [threading.Thread(target=run, args=item) for item in enumerate(calls)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [results[index] for index in range(len(calls))]
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))

@@ -8,32 +8,39 @@ store or a kernel. A message that breaks the protocol changes nothing. It is ans
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NoReturn
+from dataclasses import dataclass
+from hmac import compare_digest
+from typing import NoReturn, TypeAlias
+
+import numpy as np
 
 from cpu_kernels import BlockLayout
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.blocks import (
+    NO_PARENT,
     SESSION_RESUMED,
+    BlockData,
+    ChunkForm,
     DropCache,
     Dropped,
-    ExpectTokens,
     Fetch,
-    FetchChunk,
     Forget,
+    KeptToRWorker,
     Name,
     ReadBlocks,
     Replicate,
-    Restore,
     Retain,
     StoreChunk,
     TakeOver,
+    TierToRWorker,
     Truncate,
     UseTier,
 )
 from fastdecode.wire.messages import (
+    PROTOCOL_VERSION,
     AboutCaches,
     Accepted,
     Attend,
@@ -44,7 +51,6 @@ from fastdecode.wire.messages import (
     Hello,
     Inspect,
     Open,
-    Refused,
     Shutdown,
     ToRWorker,
     Welcome,
@@ -52,28 +58,36 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.traits import ANYBODY, OWNERS, THE_ONLY, Role
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES
 from rworker.caches import NOBODY, Caches, HolderCache
-from rworker.checks import check_hello
+from rworker.checks import check_hello, checked_keys
 from rworker.instructions import (
+    OVER,
     RESTORER,
     Drop,
+    DropStored,
     Follow,
     HangUp,
     Instruction,
+    LinkReplica,
+    MoveBlocks,
+    OpenTier,
     PlaceChunk,
     Prepare,
     ReadChunk,
+    ReadReplica,
     RemoveReplica,
     Send,
+    SendBlocks,
     Stop,
     TellAboutHost,
     Unlink,
 )
 from rworker.serving_terms import ANYBODY_ONCE, ServingTerms
 from rworker.step_plan import attend, begin_step, copies
-from rworker.stream.changes import Change
-from rworker.stream.checks import expect_tokens, fetch_chunk, store_chunk
+from rworker.stream.checks import check_read, shape_of, store_chunk
 from rworker.stream.taking_over import nothing_of, take_over, truncate, wanted_of
-from rworker.transfers.orders import about_tier, link_for, links_over, read_blocks, to_restore
+
+_OfCache: TypeAlias = KeptToRWorker | TierToRWorker | StoreChunk | Replicate
+"""Messages about one of the sender's caches."""
 
 
 @dataclass
@@ -83,8 +97,6 @@ class _Peer:
     role: Role | None = None
     session: int = 0
     """Session of its run. 0 for none."""
-    restored: set[int] = field(default_factory=set)
-    """Holders whose replicas were read for it, if possible."""
     only_looks: bool = False
     """It inspected first: what it opens then is for measuring, not for a job."""
 
@@ -236,37 +248,13 @@ class RWorkerState:
 
     def _manage(self, number: int, peer: _Peer, message: AboutCaches) -> tuple[Instruction, ...]:
         match message:
-            case Open() | Extend():
-                cache = self._caches.of(number, message.holder)
-                return _answered(number, cache, message, cache.books.reserve(message))
-            case StoreChunk() | FetchChunk() | ExpectTokens():
-                return _about_chunk(number, self._caches.of(number, message.holder), message)
-            case Truncate():
-                cache = self._caches.of(number, message.holder)
-                return _answered(number, cache, message, truncate(cache.books, message))
             case TakeOver():
                 return self._take_over(number, peer, message)
             case DropCache():
                 return self._drop(number, peer, message)
-            case Replicate():
-                return (link_for(number, self._caches.of(number, message.holder), message),)
-            case Restore():
-                peer.restored.add(message.holder)
-                return to_restore(peer.session, self._caches.at(message.holder), message)
-            case Close():
-                cache = self._caches.of(number, message.holder)
-                cache.books.close(message)
-                return _followed(cache, message)
             case ReadBlocks():
                 peer.look(message)
-                return read_blocks(number, self._caches, message)
-            case UseTier() | Retain() | Fetch() | Forget(is_below=True):
-                return about_tier(number, self._caches.of(number, message.holder), message)
-            case Name() | Forget():
-                cache = self._caches.of(number, message.holder)
-                books = cache.books
-                books.keep(message) if isinstance(message, Name) else books.forget(message)
-                return _followed(cache, message)
+                return _read_blocks(number, self._caches, message)
             case Hello():
                 return self._hello(number, peer, message)
             case Inspect():
@@ -274,7 +262,11 @@ class RWorkerState:
                 info = self._num_threads, self._kv_bytes, self._serving.model_hash or ""
                 return (TellAboutHost(number, *info),)
             case Shutdown():
-                return (*links_over(number, self._caches), self._leave(number, peer))
+                own = [x for x in self._caches if x.owner == number and x.is_replicated]
+                links = (LinkReplica(number, x.holder, x.books, "", 1, OVER, 0.0) for x in own)
+                return (*links, self._leave(number, peer))
+            case _ if isinstance(message, _OfCache):
+                return _of_cache(number, self._caches.of(number, message.holder), message)
             case _:
                 raise _unknown(message)
 
@@ -338,16 +330,23 @@ class RWorkerState:
         if peer.role is None:
             raise ProtocolError("the first message must be Hello")
         wanted = wanted_of(message)
-        if message.holder in peer.restored and self._caches.at(message.holder) is None:
-            return (Send(number, nothing_of(*wanted)),)  # its replica could not be restored
+        if message.is_in_file and self._caches.at(message.holder) is None:
+            if not 0 != message.session == peer.session:
+                raise ProtocolError("a replica is restored in the session in which it was made")
+            return (ReadReplica(number, message),)
         cache, before = self._caches.take_over(number, message.holder, message.session)
         answer, changes = take_over(cache.books, *wanted)
-        peer.restored.discard(message.holder)
         done: list[Instruction] = [Send(number, answer)]
         done += [Follow(cache.holder, change) for change in changes if cache.is_replicated]
         if before not in (number, NOBODY):
             done += Unlink(cache.holder), HangUp(before)
         return tuple(done)
+
+    def restored(self, order: ReadReplica) -> tuple[Instruction, ...]:
+        """Return what follows once a replica was read from its file, as far as possible."""
+        if self._caches.at(order.message.holder) is None:
+            return (Send(order.to, nothing_of(*wanted_of(order.message))),)
+        return self.handle(order.to, order.message)
 
     def _drop(self, number: int, peer: _Peer, message: DropCache) -> tuple[Instruction, ...]:
         """Drop a cache, and hang up on another peer that used it."""
@@ -364,19 +363,85 @@ class RWorkerState:
         return Drop(found.holder), HangUp(found.owner), *answer
 
 
-def _about_chunk(
-    number: int, cache: HolderCache, message: StoreChunk | FetchChunk | ExpectTokens
+def _read_blocks(
+    number: int, caches: Iterable[HolderCache], message: ReadBlocks
 ) -> tuple[Instruction, ...]:
-    """K and V come, are asked for, or are going to come."""
+    """Return what answers a reader. A cache that it may not read has none of the blocks.
+
+    Raises:
+        ProtocolError: If the reader's cache is of another kind, or the message asks for too much.
+    """
+    if message.protocol_version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"the reader speaks protocol version {message.protocol_version}, this R-worker "
+            f"{PROTOCOL_VERSION}: install the same version of fastdecode on both",
+            code="protocol_version",
+        )
+    right = message.reading.to_bytes(8, "big")
+    keys = checked_keys(message.keys)
+    for cache in caches:
+        hello, cached = cache.books.hello, cache.books.store.cached
+        own = hello.reading.to_bytes(8, "big")
+        if not (hello.reading and compare_digest(own, right) and hello.role is Role.S_WORKER):
+            continue
+        check_read(hello, message)
+        sizes = zip(keys, message.num_tokens.tolist(), strict=True)
+        there = [cached.num_tokens(key) == size for key, size in sizes]
+        if any(there):
+            is_there, counts = np.array(there, np.uint8), message.num_tokens[there]
+            places = cached.of_keys(itertools.compress(keys, there)).astype(np.int64)
+            if message.form is ChunkForm.TOKENS:
+                slots = zip(places * hello.kv.block_size, counts, strict=True)
+                places = np.concatenate([first + np.arange(count) for first, count in slots])
+            shape = shape_of(hello.kv, message, int(counts.sum()))
+            return (SendBlocks(number, is_there, ReadChunk(cache.holder, shape, places)),)
+    return (Send(number, BlockData(np.zeros(len(keys), np.uint8), np.zeros(0, np.uint8))),)
+
+
+def _of_cache(number: int, cache: HolderCache, message: _OfCache) -> tuple[Instruction, ...]:
+    """Return what follows from a message of the cache's owner."""
+    books = cache.books
     match message:
+        case Open() | Extend():
+            return *_shared(cache, message), *_answered(number, cache, message)
+        case Truncate():
+            return _answered(number, cache, message)
         case StoreChunk():
-            places = store_chunk(cache.books, message)
-            return (PlaceChunk(number, cache.holder, message, places),)
-        case FetchChunk():
-            places = fetch_chunk(cache.books, message)
-            return (ReadChunk(number, cache.holder, message, places),)
-        case ExpectTokens():
-            return copies(cache, expect_tokens(cache.books, message))
+            appended, shape, places = store_chunk(books, message)
+            place = PlaceChunk(cache.holder, shape, places, message.data)
+            return *copies(cache, appended), place, Send(number, Accepted(message.sequence_id))
+        case UseTier():
+            if books.store.cached.jobs:
+                raise ProtocolError("the lower tier is in use")
+            return (OpenTier(number, cache.holder, message.identity),)
+        case Retain() | Fetch():
+            job = books.store.cached.begin(message)
+            return (MoveBlocks(number, cache.holder, books, job, message),)
+        case Forget(is_below=True):
+            return (DropStored(cache.holder, tuple(checked_keys(message.keys))),)
+        case Replicate(keeper, link_bytes, link, timeout_s):
+            if keeper and not books.hello.session:
+                raise ProtocolError("a cache of no session can't be replicated: nobody could go on")
+            cache.is_replicated = bool(keeper)
+            return (LinkReplica(number, cache.holder, books, keeper, link_bytes, link, timeout_s),)
+        case Close():
+            books.close(message)
+        case Name():
+            books.keep(message)
+        case Forget():
+            books.forget(message)
+    return _followed(cache, message)
+
+
+def _shared(cache: HolderCache, message: Open | Extend) -> tuple[Instruction, ...]:
+    """Make room at a replica for what a new sequence shares with another before it has come."""
+    books = cache.books
+    if isinstance(message, Extend) or message.parent_id == NO_PARENT:
+        return ()
+    if books.hello.role is not Role.NEIGHBOUR:
+        return ()
+    appended = books.lengthen(message.parent_id, message.num_tokens)
+    return () if appended is None else copies(cache, appended)
 
 
 def _fence(name: str, number: int, before: int) -> tuple[Instruction, ...]:
@@ -387,16 +452,18 @@ def _fence(name: str, number: int, before: int) -> tuple[Instruction, ...]:
     return Send(before, Failed(name, SESSION_RESUMED, reason)), HangUp(before)
 
 
-def _followed(cache: HolderCache, change: Change) -> tuple[Instruction, ...]:
+def _followed(cache: HolderCache, change: KeptToRWorker) -> tuple[Instruction, ...]:
     """Let a replica follow a change that the cache has accepted."""
     return (Follow(cache.holder, change),) if cache.is_replicated else ()
 
 
 def _answered(
-    to: int, cache: HolderCache, change: Change, answer: Accepted | Refused
+    to: int, cache: HolderCache, change: Open | Extend | Truncate
 ) -> tuple[Instruction, ...]:
-    send = Send(to, answer)
-    return (send, *_followed(cache, change)) if isinstance(answer, Accepted) else (send,)
+    books = cache.books
+    answer = truncate(books, change) if isinstance(change, Truncate) else books.reserve(change)
+    followed = _followed(cache, change) if isinstance(answer, Accepted) else ()
+    return Send(to, answer), *followed
 
 
 def _unknown(message: NoReturn) -> ProtocolError:

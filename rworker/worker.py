@@ -8,13 +8,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, WorkerError, assert_never
+from fastdecode.core.holders import HolderId
 from fastdecode.core.host.facts import this_host
-from fastdecode.wire.blocks import BlockData, ChunkStored, FetchedChunk, Inventory
-from fastdecode.wire.codec import Array
+from fastdecode.wire.blocks import BlockData, Inventory
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
@@ -28,7 +28,6 @@ from fastdecode.wire.messages import (
 )
 from fastdecode.wire.transport import CLOSED, TIMEOUT, Hub, PeerLostError
 from rworker.attention import AttentionExecutor
-from rworker.grace_period import GracePeriod
 from rworker.instructions import (
     RESTORER,
     Compute,
@@ -45,25 +44,30 @@ from rworker.instructions import (
     OpenTier,
     PlaceChunk,
     Prepare,
-    ReadChunk,
     ReadReplica,
     RemoveReplica,
     Send,
+    SendBlocks,
     Stop,
     TellAboutHost,
     Unlink,
 )
+from rworker.serving_terms import ServingTerms
 from rworker.state import RWorkerState
 from rworker.tiers.disk import Disk
 from rworker.tiers.tiers import Tiers
-from rworker.transfers.background_transfers import BackgroundTransfers, TransferNews
+from rworker.transfers.background_transfers import (
+    BackgroundTransfers,
+    TransferMemory,
+    TransferNews,
+)
 from rworker.transfers.neighbours import Neighbourhood, Neighbours, NoNeighbours
 from rworker.transfers.replica_file import ReplicaFiles
 
 logger = logging.getLogger(__name__)
 
 
-class RWorkerExecutor(Protocol):
+class RWorkerExecutor(TransferMemory, Protocol):
     """Carries out the instructions that are not I/O."""
 
     def prepare(self, prepare: Prepare) -> None: ...
@@ -72,14 +76,7 @@ class RWorkerExecutor(Protocol):
 
     def compute(self, compute: Compute) -> AttendResult: ...
 
-    def place(self, place: PlaceChunk) -> None: ...
-
-    def read(self, read: ReadChunk) -> Array: ...
-
     def drop(self, drop: Drop) -> None: ...
-
-    @property
-    def tiers(self) -> Tiers: ...
 
     def open_tier(self, wanted: OpenTier) -> Iterable[Inventory]: ...
 
@@ -202,11 +199,8 @@ class RWorker:
                 self._send(to, report)
             case PlaceChunk():
                 executor.place(instruction)
-                self._send(instruction.to, ChunkStored(len(instruction.chunk.data)))
-            case ReadChunk(is_there=is_there):
-                data = executor.read(instruction)
-                answer = FetchedChunk(data) if is_there is None else BlockData(is_there, data)
-                self._send(instruction.to, answer)
+            case SendBlocks(to, is_there, read):
+                self._send(to, BlockData(is_there, executor.read(read)))
             case CopyBlocks():
                 executor.copy_blocks(instruction)
             case Prepare():
@@ -215,7 +209,7 @@ class RWorker:
             case LinkReplica() | Follow() | EndStep() | MoveBlocks() | DropStored():
                 self.behind.obey(instruction)
             case ReadReplica():
-                self._restore(instruction)
+                return self._restore(instruction)
             case RemoveReplica(holder, session, link):
                 if self.behind.files is not None:
                     self.behind.files.remove(session, holder, link)
@@ -236,8 +230,8 @@ class RWorker:
                 assert_never(instruction)
         return True
 
-    def _restore(self, order: ReadReplica) -> None:
-        """Carry out the messages of a replica's file."""
+    def _restore(self, order: ReadReplica) -> bool:
+        """Carry out the messages of a replica's file, and let a peer take over what it gives."""
         files, restorer, is_torn = self.behind.files, _Restorer(), False
         worker = RWorker(restorer, self.state, self.executor, self.behind)
         try:
@@ -249,8 +243,10 @@ class RWorker:
                     break
         except (FastDecodeError, OSError) as error:
             restorer.refusal = str(error)
-        logger.info("holder %d's replica was read: %s", order.holder, restorer.refusal or "all")
+        holder, refusal = order.message.holder, restorer.refusal
+        logger.info("holder %d's replica was read: %s", holder, refusal or "all")
         self.obey(self.state.lost(RESTORER, is_torn=is_torn))
+        return self.obey(self.state.restored(order))
 
 
 def tell(peers: Peers, index: int, message: Failed | TransferNews) -> None:
@@ -260,6 +256,51 @@ def tell(peers: Peers, index: int, message: Failed | TransferNews) -> None:
         peer.send(message)
     except WorkerError:
         logger.info("%s is gone, and gets no report", peer.peer)
+
+
+class GracePeriod:
+    """Runs since the last S-worker was lost without ``Shutdown``, and for each kept cache since its
+    own was."""
+
+    def __init__(self, serving: ServingTerms, clock: Clock = time.monotonic) -> None:
+        self._serving: Final = serving
+        self._clock = clock
+        self._num_lost = 0
+        self._lost_s = 0.0
+        self._kept_until_s: dict[HolderId, float] = {}
+
+    def look(self, state: RWorkerState) -> None:
+        """Note which S-workers were lost, and which have returned."""
+        now_s = self._clock()
+        if state.num_lost != self._num_lost:
+            self._num_lost = state.num_lost
+            self._lost_s = now_s
+        before, self._kept_until_s = self._kept_until_s, {}
+        for cache in state.kept:
+            until_s = before.get(cache.holder, now_s + self._serving.keep_s)
+            self._kept_until_s[cache.holder] = until_s
+            cache.kept_for_s = max(0.0, until_s - now_s)
+
+    def wait_s(self, state: RWorkerState) -> float | None:
+        """Return the time until something is to be done. None if nothing will be."""
+        self.look(state)
+        until_s = self._until_s(state)
+        return None if until_s is None else max(0.0, until_s - self._clock())
+
+    def end(self, state: RWorkerState) -> tuple[Instruction, ...]:
+        """Return what is to be done now, if the time is over."""
+        self.look(state)
+        until_s, now_s = self._until_s(state), self._clock()
+        if until_s is None or until_s > now_s:
+            return ()
+        if not self._kept_until_s:
+            return (Stop(),)
+        return state.forget_kept([one for one, s in self._kept_until_s.items() if s <= now_s])
+
+    def _until_s(self, state: RWorkerState) -> float | None:
+        if self._kept_until_s:
+            return min(self._kept_until_s.values())
+        return self._lost_s + self._serving.return_s if state.is_deserted else None
 
 
 def serve(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
-from stream_suite import WAIT_S
+from chunk_memory import WAIT_S
 
 from cpu_kernels import reference
 from rworker.attention import AttentionExecutor

@@ -36,7 +36,6 @@ from fastdecode.wire.messages import (
     Welcome,
 )
 from fastdecode.wire.stages import StageHello, StageWelcome
-from rworker.stream.chunks import expectation
 
 _CODEC = Codec()
 HOST = HostFacts("a", ("numpy 2.0",), "", (0, 2), 4, ("0-3",), "never", 5, ())
@@ -117,18 +116,13 @@ def to_r_worker() -> list[ToRWorker]:
         attend(30, step=5, num_queries=0),
         attend(300, step=6, num_queries=0),
         Close(1),
-        expectation({3: 50}),
-        blocks.FetchChunk(blocks.ChunkForm.BLOCKS, 0, 2, 1, 1, *pieces),
-        blocks.StoreChunk("a hash", kv, blocks.ChunkForm.TOKENS, 0, 2, 0, 4, *pieces, data),
-        blocks.FetchChunk(blocks.ChunkForm.TOKENS, 2, 1, 0, 4, *pieces, 1),
-        blocks.StoreChunk(
-            "a hash", kv, blocks.ChunkForm.BLOCKS, 1, 1, 0, 4, *pieces, data.repeat(300)
-        ),
+        blocks.StoreChunk(blocks.ChunkForm.TOKENS, *pieces, data),
+        blocks.StoreChunk(blocks.ChunkForm.BLOCKS, *pieces, data.repeat(300)),
         blocks.Truncate(2, 7),
         blocks.TakeOver(1 << 62, *pieces[:2]),
+        blocks.TakeOver(1 << 62, *pieces[:2], 3, is_in_file=True),
         blocks.DropCache(1 << 62, 3, 2, 5),
         blocks.Replicate("tcp://127.0.0.1:5555", 1 << 26, 4, 300.0),
-        blocks.Restore(1 << 40, 4, 2),
         blocks.Name(1, 2, np.arange(6).reshape(3, 2)),
         blocks.Open(2, 100, 47, np.arange(6).reshape(3, 2)),
         blocks.Open(3, 200, 190, np.arange(6).reshape(3, 2), 64, 128),
@@ -140,7 +134,6 @@ def to_r_worker() -> list[ToRWorker]:
         blocks.Forget(np.arange(4).reshape(2, 2), is_below=True),
         blocks.Fetch(5, np.arange(4).reshape(2, 2), (source, source), 7, 60.0, 1e9, 2),
         blocks.ReadBlocks(PROTOCOL_VERSION, 9, "a hash", *share, np.ones((1, 2), np.int64), one),
-        blocks.FetchChunk(blocks.ChunkForm.TOKENS, 0, 2, 1, 2, *pieces),
         Inspect(),
         Shutdown(),
     ]
@@ -156,16 +149,15 @@ def from_r_worker() -> list[FromRWorker]:
         answer(attend(600, step=1), want_lse=True),
         answer(attend(9, step=2, num_queries=0)),
         blocks.TakenOver(np.arange(-1, 4, dtype=np.int32)),
-        blocks.ChunkStored(4 << 20),
         blocks.Replicated(2, 1, 77, 4),
-        blocks.Unprotected(2, "no R-worker is there", 4),
+        blocks.Replicated(2, 0, blocks.NO_STEP, 4, "no R-worker is there"),
         blocks.Dropped(2, 1),
         blocks.Progress(2, 7, 4, 32, 0.125),
         blocks.Done(2, 7, np.arange(2).reshape(1, 2), 1 << 20, 0.25, 3, 2, 1, 4),
         blocks.Inventory(2, 9, np.arange(4).reshape(2, 2), np.array([64, 7], np.int32), True),
         blocks.Done(2, 5, np.arange(2).reshape(1, 2), 1 << 20, 0.25, reason="r3 is gone"),
         blocks.BlockData(np.array([1, 0], np.uint8), np.arange(300).astype(np.uint8)),
-        blocks.FetchedChunk(np.arange(3000, dtype=np.int64).astype(np.uint8)),
+        blocks.BlockData(np.ones(1, np.uint8), np.arange(3000, dtype=np.int64).astype(np.uint8)),
         Failed("a worker", "internal_error", "it " * 3000),
     ]
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chunk_memory import Memory, hello_for
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from state_machine import step_of
 from store_checks import counts, ids, refuses_unchanged, snapshot
-from stream_suite import Memory, hello_for
 from values import replace
 
 import cpu_kernels
@@ -26,7 +26,6 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.blocks import (
     MISSING,
-    ChunkStored,
     Forget,
     Name,
     StoreChunk,
@@ -36,10 +35,10 @@ from fastdecode.wire.blocks import (
 )
 from fastdecode.wire.messages import Accepted, Close, Extend, Hello, Open, Refused, Welcome
 from rworker.blocks.kv_store import KVStore
+from rworker.cache_state import CacheState
 from rworker.caches import Caches
 from rworker.instructions import CopyBlocks, Drop, PlaceChunk, Prepare, Send
 from rworker.state import RWorkerState
-from rworker.stream.memory import gather
 from rworker.stream.mirror import Mirror
 from rworker.stream.taking_over import take_over
 
@@ -54,12 +53,12 @@ class Replica:
     """A neighbour's R-worker, with its state machine and a memory."""
 
     def __init__(self, hello: Hello) -> None:
-        self.state = RWorkerState("r1", kv_bytes=1 << 22)
+        self.state = RWorkerState("r1", kv_bytes=1 << 24)
         own = replace(hello_for(KV), holder=1, session=SESSION, max_blocks=1)
         self.state.handle(S_WORKER, own)
-        self.memory = Memory(KV, NUM_BLOCKS)
+        self.memory = Memory(hello.kv, hello.max_blocks)
         answers = self.hear(hello)
-        assert isinstance(answers[0], Welcome) and answers[0].num_blocks == NUM_BLOCKS
+        assert isinstance(answers[0], Welcome) and answers[0].num_blocks == hello.max_blocks
 
     def hear(self, message: Any, peer: int = LINK) -> list[Any]:
         """What the link brings; the answers to it."""
@@ -70,13 +69,17 @@ class Replica:
                     answers.append(told)
                 case CopyBlocks(_, sources, targets):
                     self.memory.pool[:, targets] = self.memory.pool[:, sources]
-                case PlaceChunk(_, _, chunk, places):
-                    gather(self.memory.layout, self.memory.pool, chunk, places)
-                    answers.append(len(chunk.data))
+                case PlaceChunk():
+                    self.memory.place(instruction)
                 case Prepare() | Drop():
                     pass
         self.state.check_invariants()
         return answers
+
+    @property
+    def books(self) -> CacheState:
+        caches: Caches = self.state._caches
+        return next(cache.books for cache in caches if cache.holder == 0)
 
 
 class MirrorMachine(RuleBasedStateMachine):
@@ -439,11 +442,7 @@ class MirrorMachine(RuleBasedStateMachine):
     def deliver(self, count: int) -> None:
         for _ in range(min(count, len(self.under_way))):
             message = self.under_way.popleft()
-            for answer in self.replica.hear(message):
-                self.answers.append(self.told(message, answer))
-
-    def told(self, message: Any, answer: Any) -> Any:
-        return ChunkStored(answer) if isinstance(message, StoreChunk) else answer
+            self.answers.extend(self.replica.hear(message))
 
     @precondition(lambda self: self.mirror and self.answers)
     @rule()
@@ -473,7 +472,7 @@ class MirrorMachine(RuleBasedStateMachine):
         keys = sorted(self.chains)
         order = TakeOver(SESSION, ids, most, 0, words_of(keys))
         (taken,) = self.replica.hear(order, S_WORKER)
-        self.replica.memory.books = self.books_of_replica()
+        self.replica.memory.books = self.replica.books
         for key, is_kept in zip(keys, taken.is_kept.tolist(), strict=True):
             if is_kept:
                 assert self.read_kept(self.replica.memory, key) == self.last_block(key)
@@ -502,7 +501,7 @@ class MirrorMachine(RuleBasedStateMachine):
             if self.mirror is not mirror:
                 return  # it was refused
         assert self.mirror.num_behind == 0
-        books = self.replica.memory.books = self.books_of_replica()
+        books = self.replica.memory.books = self.replica.books
         kept = set(books.store.cached)  # a block that an open step fills comes when that ends
         assert kept == self.kept or (kept < self.kept and self.open_steps)
         for key in kept:
@@ -536,10 +535,6 @@ class MirrorMachine(RuleBasedStateMachine):
         tokens = cpu_kernels.allocate_tokens(memory.layout, count)
         cpu_kernels.gather(memory.layout, memory.pool[0], slots, *tokens)
         return self.numbers(tokens[0], tokens[2])
-
-    def books_of_replica(self) -> Any:
-        caches: Caches = self.replica.state._caches
-        return next(cache.books for cache in caches if cache.holder == 0)
 
     def read(self, memory: Memory, sequence: int, count: int) -> tuple[int, ...]:
         """Return the numbers that tokens were made of.

@@ -6,8 +6,8 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+from chunk_memory import NUM_BLOCKS, READING, hello_for
 from numpy.typing import NDArray
-from stream_suite import NUM_BLOCKS, READING, hello_for
 from values import replace
 
 from cpu_kernels import allocate_tokens, reference
@@ -21,7 +21,6 @@ from fastdecode.wire.blocks import (
     Forget,
     KVSource,
     Name,
-    StoreChunk,
     words_of,
 )
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
@@ -36,9 +35,9 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.transport import PeerLostError
 from rworker.attention import AttentionExecutor
 from rworker.cache_state import CacheState
-from rworker.instructions import HangUp
+from rworker.instructions import HangUp, PlaceChunk
 from rworker.state import RWorkerState
-from rworker.stream.chunks import ChunkShape, expectation, layout_of
+from rworker.stream.chunks import ChunkShape, layout_of
 from rworker.transfers.background_transfers import BackgroundTransfers
 from rworker.transfers.neighbours import NeighbourConnection
 from rworker.worker import RWorker
@@ -159,18 +158,15 @@ class Host:
     def fill(self, sequence: int, num_tokens: int, seed: int, first_token: int = 0) -> None:
         """A sequence whose tokens are known by ``seed``; or some of its tokens and heads."""
         self.open(sequence, num_tokens)
-        self.tell(expectation({sequence: num_tokens}))
-        kv, width = self.kv, layout_of(self.kv)
         ids, counts = np.array([sequence], np.int64), np.array([num_tokens], np.int32)
-        none = np.zeros(1, np.int32)
-        where = ChunkForm.TOKENS, 0, kv.num_layers, 0, kv.num_kv_heads, ids, none, counts
-        shape = ChunkShape(width, ChunkForm.TOKENS, kv.num_layers, kv.num_kv_heads, num_tokens)
+        slots = self.books.store.append(ids, counts).slots
+        shape = ChunkShape.whole(self.kv, ChunkForm.TOKENS, num_tokens)
         data = np.zeros(shape.num_bytes, np.uint8)
-        for layer in range(kv.num_layers):
+        for layer in shape.layers:
             for rows in shape.tokens(data, layer):
                 if rows is not None:
                     rows[...] = self._known(seed, layer, first_token, rows)
-        self.ask(StoreChunk("a model", kv, *where, data))
+        self.executor.place(PlaceChunk(HolderId(0), shape, slots, data))
 
     def _known(self, seed: int, layer: int, first_token: int, rows: NDArray[Any]) -> Any:
         """Rows [T, heads, width] that every host would make of these tokens and

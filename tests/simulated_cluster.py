@@ -23,14 +23,13 @@ from fastdecode.wire.messages import AttendResult, FromRWorker, ToRWorker
 from fastdecode.wire.transport import PeerLostError, closed_error, timeout_error
 from rworker.attention import AttentionExecutor
 from rworker.caches import Caches, HolderCache
-from rworker.grace_period import GracePeriod
 from rworker.instructions import Compute, LinkReplica, ReadReplica
 from rworker.serving_terms import ServingTerms
 from rworker.state import RWorkerState
 from rworker.stream.mirror import UNANSWERED
 from rworker.transfers.background_transfers import BackgroundTransfers
 from rworker.transfers.replica_file import ReplicaSink, answer_of
-from rworker.worker import RWorker, serve_next
+from rworker.worker import GracePeriod, RWorker, serve_next
 
 Name = tuple[int, int, int]
 
@@ -83,10 +82,11 @@ class ProcessFiles:
         return ReplicaSink(connect, self._disk.most_bytes, settle, discard)
 
     def read(self, order: ReadReplica) -> Iterator[ToRWorker]:
-        name = order.session, order.holder, order.link
-        if name not in self._disk.files:
+        of_holder = order.message.session, order.message.holder
+        names = [name for name in self._disk.files if name[:2] == of_holder]
+        if not names:
             raise ConfigError("there is no such file")
-        yield from list(self._disk.files[name])
+        yield from list(self._disk.files[max(names)])
 
     def remove(self, session: int, holder: int, link: int) -> None:
         files = self._disk.files

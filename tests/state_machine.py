@@ -6,14 +6,17 @@ from typing import Any
 
 import numpy as np
 from messages_for_tests import in_one_piece
+from values import replace
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.wire.blocks import ChunkForm, StoreChunk
 from fastdecode.wire.codec import Codec
 from fastdecode.wire.messages import PROTOCOL_VERSION, Attend, BeginStep, Failed, Hello, Message
 from rworker.instructions import Compute, HangUp, Instruction, Send
 from rworker.state import RWorkerState
+from rworker.stream.chunks import ChunkShape
 
 CODEC = Codec()
 HQ, HKV, D, NUM_LAYERS, BLOCK_SIZE = 4, 2, 16, 3, 4
@@ -119,6 +122,15 @@ def step_of(
         "num_visible": (past + new).astype(np.int32),
     }
     return BeginStep(**{**fields, **more})
+
+
+def chunk(*pieces: tuple[int, int, int], **changes: Any) -> StoreChunk:
+    """Return a replica's tokens. Pieces are of (sequence, first token, how many)."""
+    ids, first, count = (np.array(column) for column in zip(*pieces, strict=True))
+    columns = ids.astype(np.int64), first.astype(np.int32), count.astype(np.int32)
+    shape = ChunkShape.whole(KV, ChunkForm.TOKENS, int(count.sum()))
+    made = StoreChunk(ChunkForm.TOKENS, *columns, np.zeros(shape.num_bytes, np.uint8))
+    return replace(made, **changes)
 
 
 def attend(begin: BeginStep, due: int, **changes: Any) -> Attend:

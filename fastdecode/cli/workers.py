@@ -137,11 +137,10 @@ def run_r_worker(args: argparse.Namespace) -> int:
 def _serve_at(bind: str, own: Resources, at: Address) -> int:
     keys = _zmq_keys()
     from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener
-    from rworker.grace_period import GracePeriod
     from rworker.host import make_worker
     from rworker.serving_terms import ServingTerms
     from rworker.tiers.disk import disk_of
-    from rworker.worker import serve
+    from rworker.worker import GracePeriod, serve
 
     key = keys.read_key(at.key)
     serving = ServingTerms(at.model_hash, at.keep_serving, at.return_s, at.session_keep_s)

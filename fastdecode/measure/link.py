@@ -27,7 +27,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.measurement import Point, Timing
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire.blocks import NO_STEP, DropCache, Dropped, Replicate, Replicated, Unprotected
+from fastdecode.wire.blocks import NO_STEP, DropCache, Dropped, Replicate, Replicated
 from fastdecode.wire.messages import (
     MAX_ID,
     PROTOCOL_VERSION,
@@ -45,7 +45,7 @@ from fastdecode.wire.messages import (
     Welcome,
 )
 from fastdecode.wire.transport import Connection
-from rworker.stream.chunk_endpoints import LINK_BYTES
+from rworker.stream.mirror import LINK_BYTES
 
 T = TypeVar("T")
 RConnection: TypeAlias = Connection[ToRWorker, FromRWorker]
@@ -277,6 +277,6 @@ class _Member:
 
     def _receive(self, *kinds: type[FromRWorker]) -> FromRWorker:
         answer = self._connection.receive(TIMEOUT_S)
-        if isinstance(answer, Unprotected):
+        if isinstance(answer, Replicated) and answer.reason:
             raise WorkerError(answer.reason)
         return expect(answer, *kinds)

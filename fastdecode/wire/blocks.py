@@ -10,19 +10,16 @@ message                 direction  meaning, and the answer
 ``Truncate``            S/R → R    forget a sequence's last tokens → ``Accepted``, ``Refused``
 ``Name``                S/R → R    cache full blocks of a sequence under keys; no answer
 ``Forget``              S/R → R    evict cached blocks, or copies in the tier; no answer
-``ExpectTokens``        S/R → R    more tokens of sequences will arrive as chunks; no answer
-``StoreChunk``          S/R → R    K and V of expected tokens → ``ChunkStored``
-``FetchChunk``          S/R → R    read K and V of cached tokens → ``FetchedChunk``
+``StoreChunk``          R → R      K and V of a replica's next tokens → ``Accepted``
 ``TakeOver``            S → R      the sender owns the cache, with these sequences, at most that
-                                   many tokens of each, and these cached blocks → ``TakenOver``
+                                   many tokens of each, and these cached blocks. A replica in a
+                                   file is read before → ``TakenOver``
 ``DropCache``           S → R      drop a replica, whichever peer uses it → ``Dropped``, later
 ``Replicate``           S → R      a neighbour is to store a replica of the cache, or none any
                                    more; no answer
-``Restore``             S → R      read a replica from its file, to be taken over; no answer:
-                                   ``TakenOver`` says what is missing
 ``Replicated``          R → S      unasked: the neighbour has all that was cached when a lane's
-                                   step had ended; at first, that it has room
-``Unprotected``         R → S      unasked: the replica is lost, and why
+                                   step had ended; at first, that it has room; or the replica is
+                                   lost, and why
 ``UseTier``             S → R      open the lower tier → ``Inventory``, out of order
 ``Retain``              S → R      copy cached blocks to the tier → ``Done``, out of order
 ``Fetch``               S → R      make room for blocks of a source, and copy them
@@ -30,9 +27,8 @@ message                 direction  meaning, and the answer
 ``ReadBlocks``          R → R      read cached blocks by their keys → ``BlockData``
 ======================  =========  =============================================================
 
-**Chunks.** A chunk is one transfer of at most ``MAX_CHUNK_BYTES``: K and V of consecutive tokens
-of N sequences, over the same layers and heads, which count as in the cache that stores the chunk
-or is read. ``kv`` and ``model_hash`` name that cache; any other refuses the chunk. Its data::
+**Chunks.** A chunk is one transfer of at most ``MAX_CHUNK_BYTES``, or of one token: K and V of
+consecutive tokens of N sequences, over the same layers and heads. Its data::
 
     blocks  uint8 [num_layers, num_blocks, num_heads * head_bytes]
             whole KV blocks as ``cpu_kernels.layout`` has them, sequence by sequence
@@ -41,10 +37,8 @@ or is read. ``kv`` and ``model_hash`` name that cache; any other refuses the chu
             scales float32 [num_layers, T, num_heads, 2]; int8 and int4 only
             each beginning at a multiple of 64 bytes
 
-**Arriving.** Expected tokens come once in every layer and head, in the order of tokens. Until
-then the sequence is arriving: it may be closed, not stepped, and forked only at tokens that every
-layer and head has. A neighbour's replica may be forked at any of its tokens, and truncated;
-the fork is arriving, too, and what is missing comes for it alone.
+**Replicas' tokens.** A chunk of a replica has all layers and heads of its tokens, which come in
+their order. A sequence may share tokens that another one still lacks: they come for both.
 
 **Cached blocks.** A key of 128 bits says what tokens a block and all before it hold. The cache
 refers to a block as a sequence that never appends does, so a cached block is never written. A
@@ -278,66 +272,25 @@ class ChunkForm(Enum):
     TOKENS = "tokens"
 
 
-class ChunkStored(Message, frozen=True, tag=71):
-    num_bytes: Count
-
-
-class FetchedChunk(Message, frozen=True, tag=72, eq=False):
-    data: U8
-
-
-class ExpectTokens(ForHolder, frozen=True, tag=10, eq=False):
-    sequence_ids: I64
-    num_tokens: I32
-    """Tokens to come beside those that each has, at least 1, within its reservation."""
-    holder: CacheId = THE_ONLY
-
-    def __post_init__(self) -> None:
-        check_rows(self.sequence_ids, num_tokens=self.num_tokens)
-
-
 class StoreChunk(ForHolder, frozen=True, tag=11, eq=False):
-    model_hash: Text
-    kv: KVSpec  # kind of the cache that stores the chunk
     form: ChunkForm
-    first_layer: Layer
-    num_layers: Layer
-    first_head: Head
-    num_heads: Head
     sequence_ids: I64
-    first_tokens: I32
+    first_tokens: I32  # tokens of each sequence that have come
     num_tokens: I32  # at least 1 each
     data: U8
     holder: CacheId = THE_ONLY
 
-    answers = (ChunkStored,)
+    answers = (Accepted,)
+    said_by = frozenset({Role.NEIGHBOUR})
+    repeated = ("sequence_id",)
 
     def __post_init__(self) -> None:
         check_rows(self.sequence_ids, first_tokens=self.first_tokens, num_tokens=self.num_tokens)
 
-    def check(self, answer: Any) -> None:
-        super().check(answer)
-        if answer.num_bytes != len(self.data):
-            raise ProtocolError(
-                f"answered StoreChunk for {answer.num_bytes} bytes, where {len(self.data)} came"
-            )
-
-
-class FetchChunk(ForHolder, frozen=True, tag=12, eq=False):
-    form: ChunkForm
-    first_layer: Layer
-    num_layers: Layer
-    first_head: Head
-    num_heads: Head
-    sequence_ids: I64
-    first_tokens: I32
-    num_tokens: I32
-    holder: CacheId = THE_ONLY
-
-    answers = (FetchedChunk,)
-
-    def __post_init__(self) -> None:
-        check_rows(self.sequence_ids, first_tokens=self.first_tokens, num_tokens=self.num_tokens)
+    @property
+    def sequence_id(self) -> int:
+        """The first of its sequences, which its answer names."""
+        return int(self.sequence_ids[0])
 
 
 # Sessions and replicas.
@@ -358,6 +311,9 @@ class TakeOver(ForHolder, frozen=True, tag=14, eq=False):
     holder: CacheId = THE_ONLY
     keys: Keys = field(default_factory=no_keys)
     """Keys of cached blocks."""
+    is_in_file: bool = False
+    """Read the replica from its file, if the R-worker lacks the cache. What is missing, or can't
+    be read, is ``MISSING``."""
 
     answers = (TakenOver,)
     said_by = S_WORKERS
@@ -411,27 +367,15 @@ class Replicate(ForHolder, frozen=True, tag=15):
     said_by = S_WORKERS
 
 
-class Restore(ForHolder, frozen=True, tag=21):
-    session: Count
-    link: Count  # link of the replica that is in the file
-    holder: Holder = 0
-
-    said_by = S_WORKERS
-
-
-class Replicated(Message, frozen=True, tag=74):
+class Replicated(Worded, frozen=True, tag=74):
     holder: Holder
     lane: Lane
     step: Annotated[int, Meta(ge=NO_STEP, le=MAX_ID)]
     """Last step of the lane that the neighbour has in every layer. ``NO_STEP`` if it has only made
-    room."""
+    room, or the replica is lost."""
     link: Count
-
-
-class Unprotected(Worded, frozen=True, tag=75):
-    holder: Holder
-    reason: Text
-    link: Count
+    reason: Text = ""
+    """Why the replica is lost. Empty if it is not."""
 
 
 # The lower tier.
@@ -594,13 +538,12 @@ class Inventory(Message, frozen=True, tag=101, eq=False):
 
 
 KeptToRWorker: TypeAlias = Open | Extend | Truncate | Close | Name | Forget
+"""Changes of a cache's sequences and cached blocks. A replica follows them."""
 TierToRWorker: TypeAlias = UseTier | Retain | Fetch
 BlocksToRWorker: TypeAlias = (
-    KeptToRWorker | TierToRWorker | ExpectTokens | StoreChunk
-    | FetchChunk | TakeOver | DropCache | Replicate | Restore | ReadBlocks
-)  # fmt: skip
-ChunkAnswer: TypeAlias = ChunkStored | FetchedChunk
-BlocksAnswer: TypeAlias = Accepted | Refused | AttendResult | ChunkAnswer | TakenOver | BlockData
-ReplicationNews: TypeAlias = Replicated | Unprotected | Dropped
+    KeptToRWorker | TierToRWorker | StoreChunk | TakeOver | DropCache | Replicate | ReadBlocks
+)
+BlocksAnswer: TypeAlias = Accepted | Refused | AttendResult | TakenOver | BlockData
+ReplicationNews: TypeAlias = Replicated | Dropped
 MoveNews: TypeAlias = Progress | Done | Inventory
 """Reports on K and V that moved in the background."""

@@ -15,7 +15,7 @@ message             direction  meaning, and the answer
 ``Shutdown``        S → R      this peer leaves, its caches are dropped; the
                                R-worker ends with its last S-worker; no answer
 ``Welcome``         R → S      the worker's name and capacity
-``Accepted``        R → S      the sequence is open
+``Accepted``        R → S      the sequence is open, or has a chunk's tokens
 ``Refused``         R → S      the sequence is not open, and why (out of blocks);
                                nothing was changed
 ``Report``          R → S      the worker's host, and what it would offer
@@ -31,7 +31,7 @@ pipeline in ``fastdecode.wire.stages``, a controller's in ``fastdecode.wire.inst
 **Peers and roles.** An R-worker has several peers, and a peer's first message says what it is:
 ``Hello`` an S-worker or a neighbour (``Role``), ``Inspect`` or ``ReadBlocks`` a reader. A
 **reader** changes nothing. A **neighbour** is an R-worker that has a replica of a cache stored
-here: it stores, and never attends (``num_queries = 0``). ``said_by`` of each message says which
+here: it stores chunks, and takes no steps. ``said_by`` of each message says which
 roles may send it. A message that a peer may not send ends that peer's connection, with
 ``Failed``, and no other's.
 
@@ -113,6 +113,7 @@ from fastdecode.wire.traits import (
     I32,
     I64,
     OWNERS,
+    S_WORKERS,
     THE_ONLY,
     Asking,
     Block,
@@ -134,7 +135,7 @@ from fastdecode.wire.traits import MAX_LANES as MAX_LANES
 from fastdecode.wire.traits import Activations as Activations
 from fastdecode.wire.traits import Message as Message
 
-PROTOCOL_VERSION = 26
+PROTOCOL_VERSION = 27
 
 MAX_STEP_TOKENS = 1 << 23
 """Most tokens that a step of one lane appends on one R-worker, and most that it attends there.
@@ -263,6 +264,8 @@ class BeginStep(ForHolder, frozen=True, tag=5, eq=False):
     there are none for any sequence."""
     holder: CacheId = THE_ONLY
 
+    said_by = S_WORKERS
+
     def __post_init__(self) -> None:
         check_rows(
             self.sequence_ids,
@@ -284,6 +287,7 @@ class Attend(ForHolder, frozen=True, tag=6, eq=False):
     holder: CacheId = THE_ONLY
 
     lends = True
+    said_by = S_WORKERS
     answers = (AttendResult,)
     repeated = ("step", "lane", "layer")
 

@@ -23,7 +23,7 @@ relayed        first → p    what the stage sends its R-worker of a column
 ``ColumnReady``  p → first  a replacement of a lost R-worker waits; it comes unasked
 ``ColumnVacant`` p → first  no R-worker is left to replace a lost one; it comes unasked
 reports        p → first    of an R-worker's tiers, imports and replicas (``Done``,
-                            ``Inventory``, ``Replicated``, ``Unprotected``,
+                            ``Inventory``, ``Replicated``,
                             ``Dropped``); before ``StageDone`` of any step that they
                             matter to
 ``Failed``     p → first    the stage can't continue; it comes unasked

@@ -1,7 +1,7 @@
-"""Which of a cache's kept blocks its replica has, and what brings it the others.
+"""Cached blocks that a replica has, and what brings it the others.
 
-A kept block comes with a sequence that has it, once its tokens have been sent.
-What no open sequence brings is **lacking**: it is sent by itself, by its key.
+A cached block comes with a sequence that has it, once its tokens have been sent.
+A block that no open sequence brings is **lacking**: it is sent by itself, by its key.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from rworker.blocks.cached_blocks import CachedBlocks
 
 
 class KeptLog:
-    """Of one cache and its replica.
+    """The cached blocks of one cache and its replica.
 
     Args:
-        cached: the cache's kept blocks, as they are now.
+        cached: the cache's blocks, as they are now.
         block_size: tokens in a block.
     """
 
@@ -33,8 +33,7 @@ class KeptLog:
         self._brought: dict[int, dict[int, bytes]] = {}  # sequence → block → key
 
     def lacking(self, most: int) -> list[bytes]:
-        """Keys of at most so many blocks that the replica hasn't, and that no sequence
-        brings."""
+        """Return the keys of up to ``most`` lacking blocks."""
         found: list[bytes] = []
         unreadable: list[bytes] = []
         for key in self._lacking:
@@ -46,7 +45,7 @@ class KeptLog:
         return found
 
     def keep(self, sequence: int, first_block: int, keys: Iterable[bytes]) -> None:
-        """A sequence's blocks from ``first_block`` on are kept by these keys."""
+        """Note that a sequence's blocks from ``first_block`` on are cached under these keys."""
         for block, key in enumerate(keys, first_block):
             if key not in self._there and key not in self._origins:
                 self._lacking.pop(key, None)
@@ -54,22 +53,20 @@ class KeptLog:
                 self._brought.setdefault(sequence, {})[block] = key
 
     def keep_tail(self, key: bytes) -> None:
-        """The last block of a sequence that is closed is kept."""
+        """Note that the last block of a closed sequence is cached."""
         if key not in self._there:
             self._lacking[key] = None
 
     def sent(self, sequence: int, num_tokens: int) -> Iterator[Name]:
-        """So many tokens of a sequence have been sent: what the replica keeps of it now."""
+        """Name the blocks that a sequence's first ``num_tokens`` tokens have brought."""
         brought = self._brought.get(sequence, {})
         full = sorted(block for block in brought if (block + 1) * self._block_size <= num_tokens)
         for _, run in groupby(enumerate(full), lambda each: each[1] - each[0]):
             blocks = [block for _, block in run]
-            keys = [brought.pop(block) for block in blocks]
-            self._arrive(keys)
-            yield Name(sequence, blocks[0], words_of(keys))
+            yield self.carried(sequence, [brought.pop(block) for block in blocks], blocks[0])
 
     def leave(self, sequence: int, num_tokens: int = 0) -> None:
-        """A sequence brings only blocks within its first ``num_tokens`` any more."""
+        """Note that a sequence brings only blocks within its first ``num_tokens``."""
         brought = self._brought.get(sequence, {})
         for block in [b for b in brought if (b + 1) * self._block_size > num_tokens]:
             key = brought.pop(block)
@@ -78,13 +75,16 @@ class KeptLog:
         if not brought:
             self._brought.pop(sequence, None)
 
-    def carried(self, sequence: int, keys: Sequence[bytes]) -> Name:
-        """These have been sent, as the blocks of a sequence of their own."""
-        self._arrive(keys)
-        return Name(sequence, 0, words_of(keys))
+    def carried(self, sequence: int, keys: Sequence[bytes], first_block: int = 0) -> Name:
+        """Name blocks of a sequence that have been sent."""
+        for key in keys:
+            self._origins.pop(key, None)
+            self._lacking.pop(key, None)
+            self._there.add(key)
+        return Name(sequence, first_block, words_of(keys))
 
     def forget(self, keys: Iterable[bytes]) -> list[bytes]:
-        """The cache keeps these no more. Returns the keys that the replica keeps, too."""
+        """Note that blocks are evicted. Return the keys of those that the replica has, too."""
         gone: list[bytes] = []
         for key in keys:
             self._lacking.pop(key, None)
@@ -97,12 +97,12 @@ class KeptLog:
         return gone
 
     def has(self, keys: Iterable[bytes]) -> bool:
-        """Whether the replica has all of these."""
+        """Return True if the replica has all of these blocks."""
         return self._there.issuperset(keys)
 
     def parent(self, keys: Sequence[bytes]) -> int | None:
-        """The sequence that has, or brings, these as its first blocks; None: the
-        replica needs others for some."""
+        """Return the sequence that has, or brings, these as its first blocks. None if the replica
+        needs others for some."""
         origin = self._origins.get(keys[-1])
         if origin is None or origin[1] != len(keys) - 1:
             return None
@@ -113,7 +113,7 @@ class KeptLog:
         return sequence
 
     def to_carry(self, keys: Iterable[bytes]) -> list[bytes] | None:
-        """Of these, what can be read and has to be sent by itself; None: one is on
+        """Return which of these can be read and have to be sent by themselves. None if one is on
         its way from the lower tier."""
         missing = [key for key in keys if key not in self._there and key not in self._origins]
         if any(self._cached.is_coming(key) for key in missing):
@@ -121,11 +121,5 @@ class KeptLog:
         return [key for key in missing if self._cached.is_there(key)]
 
     def places(self, keys: Sequence[bytes]) -> NDArray[np.int64]:
-        """Ids of these blocks in the cache, [B]."""
+        """Return the ids of these blocks in the cache, [B]."""
         return self._cached.of_keys(keys).astype(np.int64)
-
-    def _arrive(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self._origins.pop(key, None)
-            self._lacking.pop(key, None)
-            self._there.add(key)

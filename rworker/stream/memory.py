@@ -10,18 +10,21 @@ from numpy.typing import NDArray
 
 import cpu_kernels
 from cpu_kernels import BlockLayout
-from fastdecode.core.spec import KVSpec
-from fastdecode.wire.blocks import ChunkForm, FetchChunk, ReadBlocks, StoreChunk
-from rworker.stream.chunks import ChunkShape, layout_of, sides_of
+from fastdecode.wire.blocks import ChunkForm
+from fastdecode.wire.codec import Array
+from rworker.instructions import PlaceChunk, ReadChunk
+from rworker.stream.chunks import ChunkShape
 
 if TYPE_CHECKING:
     from cpu_kernels.team import OpenMPTeam
 
 
-def new_pool(kv: KVSpec, num_blocks: int) -> NDArray[np.uint8]:
-    """Memory for so many blocks: uint8 [num_layers, num_blocks, block_bytes]. It
-    is committed as it is written."""
-    return cpu_kernels.allocate_pool(layout_of(kv), kv.num_layers, num_blocks)
+class ChunkMemory(Protocol):
+    """Reads and writes K and V in the memory of an R-worker's caches."""
+
+    def read(self, read: ReadChunk) -> Array: ...
+
+    def place(self, place: PlaceChunk) -> None: ...
 
 
 class ChunkKernels(Protocol):
@@ -34,10 +37,9 @@ class ChunkKernels(Protocol):
     def gather(self) -> Callable[..., None]: ...
 
 
-def scatter(
-    layout: BlockLayout,
+def read_chunk(
+    shape: ChunkShape,
     pool: NDArray[np.uint8],
-    chunk: FetchChunk | ReadBlocks,
     places: NDArray[np.int64],
     take: Callable[[int], NDArray[np.uint8]],
     *,
@@ -45,76 +47,63 @@ def scatter(
     num_threads: int = 1,
     team: OpenMPTeam | None = None,
 ) -> NDArray[np.uint8]:
-    """Make contiguous what lies scattered over a cache's blocks: a chunk's data, uint8
-    [num_bytes]; bytes between its arrays are zero.
+    """Return a chunk's data, uint8 [num_bytes], from where it lies scattered over a cache's
+    blocks. Bytes between its arrays are zero.
 
     Args:
         pool: uint8 [num_layers, num_blocks, block_bytes].
-        chunk: what to read; it fits the cache.
-        places: where that is, as ``PlaceChunk`` has it.
+        places: as ``PlaceChunk`` has them.
         take: gives uint8 [num_bytes] of memory, which is overwritten.
     """
-    layers, heads = sides_of(chunk)
-    if chunk.form is ChunkForm.BLOCKS:
-        rows, some = _head_rows(layout, pool, layers), _rows_of(layout, places, heads)
+    if shape.form is ChunkForm.BLOCKS:
+        rows, some = _head_rows(shape, pool), _rows_of(shape.layout, places, shape.heads)
         data = take(len(rows) * some.size * rows.shape[2])
         # "clip": as they are in the pool, without a buffer in between
         np.take(rows, some, 1, data.reshape(len(rows), *some.shape, -1), "clip")
         return data
-    shape = ChunkShape.of(layout, chunk, len(places))
     data = take(shape.num_bytes)
     for start, end in shape.gaps:  # what the memory held before is nobody's business
         data[start:end] = 0
-    of_heads = range(heads.start, heads.stop)
-    for index, layer in enumerate(pool[layers]):
+    for index, layer in enumerate(shape.layers):
         k, v, scales = shape.tokens(data, index)
         kernels.gather(
-            layout, layer, places, k, v, scales,
-            heads=of_heads, num_threads=num_threads, team=team,
+            shape.layout, pool[layer], places, k, v, scales,
+            heads=shape.heads, num_threads=num_threads, team=team,
         )  # fmt: skip
     return data
 
 
-def gather(
-    layout: BlockLayout,
+def place_chunk(
+    shape: ChunkShape,
     pool: NDArray[np.uint8],
-    chunk: StoreChunk,
     places: NDArray[np.int64],
+    data: NDArray[np.uint8],
     *,
     kernels: ChunkKernels = cpu_kernels,
     num_threads: int = 1,
     team: OpenMPTeam | None = None,
 ) -> None:
-    """The inverse: put a chunk's data where its tokens belong.
-
-    Args:
-        pool: uint8 [num_layers, num_blocks, block_bytes].
-        chunk: what to write; it fits the cache.
-        places: where it goes, as ``PlaceChunk`` has it.
-    """
-    layers, heads = sides_of(chunk)
-    if chunk.form is ChunkForm.BLOCKS:
-        rows, some = _head_rows(layout, pool, layers), _rows_of(layout, places, heads)
-        rows[:, some] = chunk.data.reshape(len(rows), *some.shape, -1)
+    """Write a chunk's data where its tokens belong: the inverse of ``read_chunk``."""
+    if shape.form is ChunkForm.BLOCKS:
+        rows, some = _head_rows(shape, pool), _rows_of(shape.layout, places, shape.heads)
+        rows[:, some] = data.reshape(len(rows), *some.shape, -1)
         return
-    shape = ChunkShape.of(layout, chunk, len(places))
-    of_heads = range(heads.start, heads.stop)
-    for index, layer in enumerate(pool[layers]):
-        k, v, scales = shape.tokens(chunk.data, index)
+    for index, layer in enumerate(shape.layers):
+        k, v, scales = shape.tokens(data, index)
         kernels.append(
-            layout, layer, k, v, places,
-            source=layout.dtype, scales=scales, heads=of_heads, num_threads=num_threads, team=team,
+            shape.layout, pool[layer], k, v, places, source=shape.layout.dtype, scales=scales,
+            heads=shape.heads, num_threads=num_threads, team=team,
         )  # fmt: skip
 
 
-def _head_rows(layout: BlockLayout, pool: NDArray[np.uint8], layers: slice) -> NDArray[np.uint8]:
-    """[layers, num_blocks * num_kv_heads, head_bytes], a view."""
-    some = pool[layers]
-    return some.reshape(len(some), -1, some.shape[2] // layout.num_kv_heads)
+def _head_rows(shape: ChunkShape, pool: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return a view, [layers, num_blocks * num_kv_heads, head_bytes]."""
+    some = pool[shape.layers.start : shape.layers.stop]
+    return some.reshape(len(some), -1, some.shape[2] // shape.layout.num_kv_heads)
 
 
-def _rows_of(layout: BlockLayout, block_ids: NDArray[np.int64], heads: slice) -> NDArray[np.int64]:
-    """Where blocks' heads are in ``_head_rows``, [num_blocks, heads]."""
+def _rows_of(layout: BlockLayout, block_ids: NDArray[np.int64], heads: range) -> NDArray[np.int64]:
+    """Return where blocks' heads are in ``_head_rows``, [num_blocks, heads]."""
     firsts = block_ids[:, None] * layout.num_kv_heads
-    rows: NDArray[np.int64] = firsts + np.arange(heads.start, heads.stop)
+    rows: NDArray[np.int64] = firsts + np.array(heads)
     return rows

@@ -31,15 +31,15 @@ from msgspec.structs import replace
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.blocks import ChunkStored, ExpectTokens, Forget, Name, StoreChunk, words_of
+from fastdecode.wire.blocks import Forget, KeptToRWorker, Name, StoreChunk, words_of
 from fastdecode.wire.messages import Accepted, Close, FromRWorker, Hello, Open
 from fastdecode.wire.traits import THE_ONLY, Role
 from rworker.cache_state import CacheState
-from rworker.stream.changes import Change
-from rworker.stream.chunk_endpoints import LINK_BYTES, LocalCache
-from rworker.stream.replica_log import CARRIER, ReplicaLog, ToNeighbour
+from rworker.stream.memory import ChunkMemory
+from rworker.stream.replica_log import ReplicaLog, ToNeighbour
 
-UNANSWERED: Final = (ExpectTokens, Close, Name, Forget)
+LINK_BYTES: Final = 64 << 20  # most K and V in flight on one link, unanswered
+UNANSWERED: Final = (Close, Name, Forget)
 """Messages to the neighbour that it doesn't answer."""
 
 Steps: TypeAlias = dict[int, int]
@@ -50,7 +50,9 @@ Steps: TypeAlias = dict[int, int]
 class _Due:
     """An answer of the neighbour's."""
 
-    answer: Accepted | ChunkStored
+    answer: Accepted
+    num_bytes: int
+    """Bytes of K and V that it answers for."""
     steps: Steps
     """That are there with it, in every layer."""
 
@@ -59,15 +61,14 @@ class Mirror:
     """Keeps one replica up to date.
 
     Args:
-        holder: the cache, as the replica is to be called.
-        books: the cache's.
-        source: reads K and V out of it, at once.
-        link_bytes: the most K and V that the neighbour hasn't answered for; one
-            chunk may always be under way.
+        holder: name of the cache and of its replica.
+        books: books of the cache.
+        memory: memory of the cache.
+        link_bytes: most bytes of K and V that are in flight. One chunk may always be.
     """
 
     def __init__(
-        self, holder: HolderId, books: CacheState, source: LocalCache, link_bytes: int = LINK_BYTES
+        self, holder: HolderId, books: CacheState, memory: ChunkMemory, link_bytes: int = LINK_BYTES
     ) -> None:
         self._link_bytes = link_bytes
         hello = books.hello
@@ -80,8 +81,8 @@ class Mirror:
             resumes=False,
         )
         """What opens the replica."""
-        self._told = ReplicaLog(books, source)
-        self._changes: deque[Change] = deque(_as_changes(books))
+        self._told = ReplicaLog(holder, books, memory)
+        self._changes: deque[KeptToRWorker] = deque(_as_changes(books))
         self._ready: deque[ToNeighbour] = deque()
         self._due: deque[_Due] = deque()
         self._ended: Steps = {}  # that aren't all read
@@ -92,67 +93,61 @@ class Mirror:
         self._has_caught_up = False  # once, all kept blocks that were there before are sent
         self._carried_last = False
 
-    def follow(self, change: Change) -> None:
-        """The cache has accepted a change."""
+    def follow(self, change: KeptToRWorker) -> None:
+        """Let the replica follow a change that the cache has accepted."""
         self._changes.append(replace(change, holder=THE_ONLY))
 
     def end_step(self, lane: int, step: int) -> None:
-        """The cache has all of a lane's step in every layer."""
+        """Note that the cache has all of a lane's step in every layer."""
         self._ended[lane] = step
 
     def next(self) -> ToNeighbour | None:
-        """What to send now; None: nothing, until something happens."""
+        """Return what to send now. None if there is nothing until something happens."""
         while not self._ready:
             if not (self._make_changes() if self._changes else self._read_on()):
                 return None
         message = self._ready[0]
-        if isinstance(message, StoreChunk) and not self._has_credit(len(message.data)):
+        num_bytes = len(message.data) if isinstance(message, StoreChunk) else 0
+        if num_bytes and not self._has_credit(num_bytes):
             return None  # several were read at once
         self._ready.popleft()
-        if isinstance(message, StoreChunk):
-            num_bytes = len(message.data)
-            self.num_unacknowledged += num_bytes
+        self.num_unacknowledged += num_bytes
+        if not isinstance(message, UNANSWERED):
             steps: Steps = {}
-            if not any(isinstance(later, StoreChunk) for later in self._ready):
+            if num_bytes and not any(isinstance(later, StoreChunk) for later in self._ready):
                 steps, self._read = self._read, steps
-            self._due.append(_Due(ChunkStored(num_bytes), steps))
-        elif not isinstance(message, UNANSWERED):
-            self._due.append(_Due(Accepted(message.sequence_id), {}))
+            self._due.append(_Due(Accepted(message.sequence_id), num_bytes, steps))
         if self._ended and not self._ready and not self._changes and self._is_up_to_date:
             self._mark_ended()
         return message
 
     def take_held(self) -> Steps:
-        """The steps that the neighbour has by now, and hadn't when this was asked before."""
+        """Return the steps that the neighbour has got since the last call."""
         if self._ended and self.is_whole and self._is_up_to_date:
             self._mark_ended()
         held, self._held = self._held, {}
         return held
 
     def take(self, answer: FromRWorker) -> None:
-        """What the neighbour says.
-
-        Raises:
-            ProtocolError: the replica isn't what the cache is: it must not be
-                gone on with.
-        """
+        """Take in an answer. Raises ProtocolError: If the replica is not what the cache is: then it
+        must not be used."""
         due = self._due[0].answer if self._due else None
         if due is None or answer != due:
             raise ProtocolError(
                 f"the replica is no copy any more: {answer} came where {due or 'nothing'} was due"
             )
-        self._held |= self._due.popleft().steps
-        if isinstance(due, ChunkStored):
-            self.num_unacknowledged -= due.num_bytes
+        answered = self._due.popleft()
+        self._held |= answered.steps
+        self.num_unacknowledged -= answered.num_bytes
 
     @property
     def is_whole(self) -> bool:
-        """Whether the neighbour has all that the cache has in every layer."""
+        """True if the neighbour has all that the cache has in every layer."""
         return not (self._changes or self._ready or self._due or self.num_behind)
 
     @property
     def lacking(self) -> list[bytes]:
-        """Keys of kept blocks that are to be sent by themselves."""
+        """Keys of cached blocks that are to be sent by themselves."""
         return self._told.lacking
 
     @property
@@ -162,23 +157,23 @@ class Mirror:
 
     @property
     def _is_up_to_date(self) -> bool:
-        """Whether all tokens are sent, and the kept blocks that were there before."""
+        """True if all tokens are sent, and the cached blocks that were there before."""
         self._has_caught_up = self._has_caught_up or not self.lacking
         return self._has_caught_up and not self.num_behind
 
     def _mark_ended(self) -> None:
-        """All of the steps that have ended is sent: the last answer that is due says so."""
+        """Let the last answer that is due stand for all of the steps that have ended."""
         marked = self._due[-1].steps if self._due else self._held
         marked.update(self._ended)
         self._ended.clear()
 
     def _has_credit(self, num_bytes: int) -> bool:
-        """Whether so many more may be under way."""
+        """Return True if ``num_bytes`` more may be in flight."""
         under_way = self.num_unacknowledged
         return not under_way or under_way + num_bytes <= self._link_bytes
 
     def _make_changes(self) -> bool:
-        """Send the next change, or what it needs before. False: it has to wait."""
+        """Send the next change, or what it needs before. Return False if it has to wait."""
         needed = self._told.needed(self._changes[0])
         if needed is None:
             return False
@@ -188,17 +183,17 @@ class Mirror:
         return True
 
     def _carry(self, keys: list[bytes]) -> bool:
-        """Send the first of these kept blocks, if there is credit."""
+        """Send the first of these cached blocks. Return False if there is no credit."""
         keys = keys[: self._told.most_carried]
         num_tokens = len(keys) * self.hello.kv.block_size
-        if not self._has_credit(self._told.num_bytes({CARRIER: num_tokens})):
+        if not self._has_credit(self._told.num_bytes(num_tokens)):
             return False
         self._ready.extend(self._told.carry(keys))
         return True
 
     def _read_on(self) -> bool:
-        """Read the next chunk, if there is anything to be read, and credit for
-        it; all changes are made. Tokens and kept blocks take turns."""
+        """Read the next chunk once all changes are made. Tokens and cached blocks take turns.
+        Return False if there is nothing to read, or no credit."""
         if not self._has_credit(1):
             return False
         behind = self._told.behind()
@@ -207,7 +202,7 @@ class Mirror:
             return self._carry(lacking)
         self._carried_last = False
         tokens = self._told.fitting(behind)
-        if not tokens or not self._has_credit(self._told.num_bytes(tokens)):
+        if not tokens or not self._has_credit(self._told.num_bytes(sum(tokens.values()))):
             return False
         is_all = tokens == behind and self._has_caught_up
         self._ready.extend(self._told.send(tokens))
@@ -216,8 +211,8 @@ class Mirror:
         return True
 
 
-def _as_changes(books: CacheState) -> Iterator[Change]:
-    """What makes an empty cache's sequences share blocks as these do."""
+def _as_changes(books: CacheState) -> Iterator[KeptToRWorker]:
+    """Return the changes that make an empty cache's sequences share blocks as these do."""
     tables, size = books.store.tables, books.store.block_size
     first_with: dict[int, int] = {}  # block → the first sequence that has it
     key_of = books.store.cached.key_of()

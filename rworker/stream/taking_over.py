@@ -7,32 +7,40 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from fastdecode.core.errors import CapacityError, ProtocolError
-from fastdecode.wire.blocks import MISSING, Forget, TakenOver, TakeOver, Truncate, keys_of, words_of
+from fastdecode.wire.blocks import (
+    MISSING,
+    Forget,
+    KeptToRWorker,
+    TakenOver,
+    TakeOver,
+    Truncate,
+    keys_of,
+    words_of,
+)
 from fastdecode.wire.messages import Accepted, Close, Refused
 from fastdecode.wire.traits import Role
 from rworker.cache_state import CacheState
-from rworker.stream.changes import Change
 
 
 def truncate(books: CacheState, message: Truncate) -> Accepted | Refused:
     """Forget the last tokens of a sequence that is at rest."""
     sequence, num_tokens = message.sequence_id, message.num_tokens
     books.steps.check_at_rest(sequence)
-    arrives = sequence in books.arrivals
-    if arrives and books.hello.role is not Role.NEIGHBOUR:
-        raise ProtocolError(f"sequence {sequence} is arriving: tokens of it are to come")
+    if books.hello.role is Role.NEIGHBOUR:  # it may lack some of those that stay
+        ids = np.array([sequence], np.int64)
+        num_tokens = min(num_tokens, int(books.store.num_tokens(ids)[0]))
     try:
         books.store.truncate(sequence, num_tokens)
     except CapacityError as error:
         return Refused(sequence, error.code, error.message)
-    if arrives:
-        books.arrivals.truncate(sequence, num_tokens)
+    if books.arrived.get(sequence, num_tokens) >= num_tokens:
+        books.arrived.pop(sequence, None)
     return Accepted(sequence)
 
 
 def take_over(
     books: CacheState, wanted: Mapping[int, int], keys: Sequence[bytes] = ()
-) -> tuple[TakenOver, Sequence[Change]]:
+) -> tuple[TakenOver, Sequence[KeptToRWorker]]:
     """End the open steps, close sequences that aren't wanted, and cut the others. A sequence that
     can't be cut is closed, too.
 
@@ -71,7 +79,7 @@ def _forget(books: CacheState, keys: Sequence[bytes]) -> Iterator[Forget]:
         yield Forget(words_of(unwanted))
 
 
-def _changes(before: Mapping[int, int], after: Mapping[int, int]) -> Iterator[Change]:
+def _changes(before: Mapping[int, int], after: Mapping[int, int]) -> Iterator[KeptToRWorker]:
     """Return the changes of sequences, from their numbers of tokens before and after."""
     gone = [sequence for sequence in before if after.get(sequence, MISSING) == MISSING]
     yield from map(Close, gone)  # first, since others may need their room
@@ -101,5 +109,5 @@ def _cut(books: CacheState, sequence: int, num_tokens: int) -> int:
     except CapacityError:
         books.close(Close(sequence))
         return MISSING
-    books.arrivals.forget(sequence)
+    books.arrived.pop(sequence, None)
     return num_tokens

@@ -1,23 +1,15 @@
 """Transfers of an R-worker behind compute: replicas are kept up to date, cached blocks go to a
 lower tier, come back, or come from other R-workers.
 
-The loop asks for a **unit** of work when nothing else waits: some changes and one chunk
-of at most 4 MiB of each replica, and of each fetch from a peer as many chunks as take a
-millisecond or two. Where something always waits, a unit is done all the same after every
-``_MOST_STEPS`` steps (replicas) and every ``LATE_S`` (fetches, ``rworker.transfers.throttle``),
-or nothing would ever arrive.
+The loop asks for a **unit** of work when no message waits: some changes and one chunk of each
+replica, and of each fetch from a peer as many chunks as take a millisecond or two. Under constant
+load a unit is done all the same after ``_MOST_STEPS`` steps (replicas) and ``LATE_S`` (fetches).
 
-Where this R-worker attends, what is fetched without a pace of its own takes a part of
-its time, ``SHARE``, and no more: a chunk costs about as much at the other end, and in the
-threads that carry it, and an R-worker that attends meanwhile has that many fewer cores
-and bytes a second. So a unit is one chunk then, and the next one is asked for behind it.
-As soon as nothing is attended, all of the time is for fetches.
+While this R-worker attends, fetches without a pace of their own take ``SHARE`` of its time, one
+chunk a unit: a chunk also costs time at its source, and in the threads that carry it.
 
-Lower tiers copy by themselves, in threads or on a device's stream: a unit only reports
-what has come.
-
-What breaks ends the transfers that need it, and nothing else: a peer that asked for one
-gets a report, with the reason.
+Lower tiers copy by themselves, and a unit only reports what has come. A failure ends the transfers
+that need what failed. The peer that asked for one gets the reason.
 """
 
 from __future__ import annotations
@@ -31,32 +23,31 @@ from typing import Final, Protocol, TypeAlias, TypeVar
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.blocks import ON_DISK, Done, Fetch, Progress, Replicated, Unprotected
+from fastdecode.wire.blocks import ON_DISK, Done, Fetch, Progress, Replicated
 from rworker.instructions import DropStored, EndStep, Follow, LinkReplica, MoveBlocks
-from rworker.stream.chunk_endpoints import ChunkMemory, LocalCache
+from rworker.stream.memory import ChunkMemory
 from rworker.tiers.tier import Tier
 from rworker.tiers.tiers import POLL_S, Tiers
-from rworker.transfers.neighbours import Neighbours, NoNeighbours
+from rworker.transfers.neighbours import Neighbours, NoNeighbours, PeerLink
 from rworker.transfers.peer_fetch import PeerFetch
-from rworker.transfers.peer_link import PeerLink
 from rworker.transfers.replica_file import ReplicaFiles, ReplicaSink
-from rworker.transfers.replica_transfer import LOOK_S, ReplicaTransfer
+from rworker.transfers.replica_transfer import LOOK_S, ReplicaTransfer, unprotected
 from rworker.transfers.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
 _MOST_STEPS: Final = 2
 _MOST_ANSWERS: Final = 2
-"""That a unit takes in of a link, where each may be a chunk."""
+"""Answers of a link that a unit takes in. Each may be a chunk."""
 
-TransferNews: TypeAlias = Replicated | Unprotected | Progress | Done
+TransferNews: TypeAlias = Replicated | Progress | Done
 Tell: TypeAlias = Callable[[int, TransferNews], None]
 """Sends a peer, by its number, a report."""
 _Key = TypeVar("_Key")
 
 
 class TransferMemory(ChunkMemory, Protocol):
-    """Of an R-worker's caches, and where their kept blocks go else."""
+    """Memory of an R-worker's caches, and their lower tiers."""
 
     @property
     def tiers(self) -> Tiers: ...
@@ -70,32 +61,34 @@ class Transfer(Protocol):
         """The peer that asked for it."""
 
     def advance(self) -> Iterable[TransferNews]:
-        """Do a unit of work; reports for the peer that asked. Raises FastDecodeError: it
-        can't go on."""
+        """Do a unit of work. Return reports for the peer that asked.
+
+        Raises:
+            FastDecodeError: If it can't continue.
+        """
 
     @property
     def is_done(self) -> bool:
-        """Whether all has come."""
+        """True if all has come."""
 
     def end(self, reason: str) -> TransferNews:
-        """It is over, and why if it has failed; the last report."""
+        """Return the last report. ``reason``: why the transfer has failed, if it has."""
 
     def close(self) -> None:
-        """Nothing more is read or written for it."""
+        """Stop reading and writing."""
 
 
 _One = TypeVar("_One", bound=Transfer)
 
 
 class BackgroundTransfers:
-    """Of one R-worker.
+    """The transfers of one R-worker.
 
     Args:
-        memory: of its caches.
+        memory: memory of its caches.
         neighbours: how others are reached.
         tell: how peers get reports.
-        clock: seconds.
-        files: where replicas may be; None: nowhere.
+        files: files of replicas. None if there are none.
     """
 
     def __init__(
@@ -120,12 +113,11 @@ class BackgroundTransfers:
         self._moves: dict[tuple[HolderId, int], tuple[MoveBlocks, Tier]] = {}
         self._throttle = Throttle(clock)
         self.is_used = False
-        """Whether anything was ever asked of it."""
+        """True if anything was ever asked of it."""
 
     @property
     def wait_s(self) -> float | None:
-        """How long to wait for others' messages before ``work``; None: for as
-        long as it takes."""
+        """Time to wait for messages before ``work``. None if there is nothing to do."""
         waits_s = [replica.wait_s for replica in self._replicas.values()]
         if self._moves:
             waits_s.append(POLL_S)
@@ -135,26 +127,26 @@ class BackgroundTransfers:
 
     @property
     def is_moving(self) -> bool:
-        """Whether kept blocks are on their way."""
+        """True if cached blocks are being moved."""
         return bool(self._moves)
 
     @property
     def is_late(self) -> bool:
-        """Whether a unit is due, whatever else waits."""
+        """True if a unit is due, whatever else waits."""
         if self._num_ended >= _MOST_STEPS:
             return True
         return self._is_fetching and self._throttle.is_late
 
     @property
     def gives_way(self) -> bool:
-        """Whether fetches from peers leave the time to attention: something is attended, and one
-        of them has no pace."""
+        """True if fetches from peers leave the time to attention: something is attended, and one of
+        them has no pace."""
         if not self._throttle.is_attending:
             return False
         return any(not one.bytes_per_s for one in self._fetches.values())
 
     def obey(self, instruction: LinkReplica | Follow | EndStep | MoveBlocks | DropStored) -> None:
-        """A transfer begins or ends, or has to know of a change."""
+        """Begin or end a transfer, or let it know of a change."""
         self.is_used = True
         match instruction:
             case LinkReplica():
@@ -179,7 +171,7 @@ class BackgroundTransfers:
                     tier.drop(keys)
 
     def attended(self) -> None:
-        """A layer has been attended."""
+        """Note that a layer was attended."""
         if self.is_used:
             self._throttle.attended()
 
@@ -196,7 +188,7 @@ class BackgroundTransfers:
                 self._tell(order.to, Progress(*key, num_there, tier.num_layers, job.seconds))
 
     def work(self) -> None:
-        """A unit of each."""
+        """Do a unit of each transfer."""
         self.report_moves()
         self._num_ended = 0
         self._advance_all(self._replicas)
@@ -212,7 +204,7 @@ class BackgroundTransfers:
         self._throttle.worked(began_s, gives_way=gives_way)
 
     def drop(self, holder: HolderId) -> None:
-        """Nothing is transferred to or from a cache any more: nobody gets a report."""
+        """End all transfers of a cache, without a report."""
         self._numbers.pop(holder, None)
         _close(self._replicas, [holder])
         _close(self._fetches, [key for key in self._fetches if key[0] == holder])
@@ -220,8 +212,7 @@ class BackgroundTransfers:
         self._memory.tiers.close(holder)
 
     def give_up(self, reason: str) -> None:
-        """Nothing is transferred any more, but to lower tiers. Peers that wait get the
-        reason."""
+        """End all transfers but those of lower tiers. Peers that wait get the reason."""
         for holder in list(self._replicas):
             self._end(self._replicas, holder, reason)
         for key in list(self._fetches):
@@ -230,7 +221,7 @@ class BackgroundTransfers:
         self._close_links()
 
     def close(self) -> None:
-        """All is over: replicas too, unless an S-worker goes on with them."""
+        """End all transfers, without a report."""
         _close(self._replicas, list(self._replicas))
         _close(self._fetches, list(self._fetches))
         self._moves.clear()
@@ -244,7 +235,7 @@ class BackgroundTransfers:
 
     @property
     def _is_fetching(self) -> bool:
-        return bool(self._fetches) or any(link.is_owed for link in self._links.values())
+        return bool(self._fetches) or any(link.num_owed for link in self._links.values())
 
     def _replicate(self, order: LinkReplica) -> None:
         holder = order.holder
@@ -255,11 +246,10 @@ class BackgroundTransfers:
             self._numbers[holder] = order.number
         try:
             if order.keeper and is_new:
-                source = LocalCache(holder, order.books, self._memory)
                 sink = self._sink(order)
-                self._replicas[holder] = ReplicaTransfer(order, source, sink, self._clock)
+                self._replicas[holder] = ReplicaTransfer(order, self._memory, sink, self._clock)
         except FastDecodeError as error:
-            self._tell(order.to, Unprotected(holder, error.message, order.number))
+            self._tell(order.to, unprotected(order, error.message))
 
     def _sink(self, order: LinkReplica) -> ReplicaSink:
         if order.keeper != ON_DISK:
@@ -270,7 +260,7 @@ class BackgroundTransfers:
 
     def _fetch(self, order: MoveBlocks, message: Fetch) -> None:
         for address, link in list(self._links.items()):
-            if not link.is_owed:
+            if not link.num_owed:
                 self._listen(address, _MOST_ANSWERS)  # nothing else finds that it is gone
         one = PeerFetch(order, message, self._memory, self._throttle, self._clock)
         key = order.holder, order.move.number
@@ -278,7 +268,7 @@ class BackgroundTransfers:
         self._end_if_failed(self._fetches, key, lambda: one.begin(self._link_to))
 
     def _link_to(self, address: str) -> PeerLink:
-        """To where a source is. Raises FastDecodeError: it can't be had."""
+        """Return the link to a source. Raises FastDecodeError: If it can't be had."""
         if address not in self._links:
             self._links[address] = PeerLink(self._neighbours.open(address), self._clock)
         return self._links[address]
@@ -310,7 +300,7 @@ class BackgroundTransfers:
             self._end(transfers, key, reason)
 
     def _end(self, transfers: dict[_Key, _One], key: _Key, reason: str = "") -> None:
-        """A transfer is over, if it wasn't before. The peer that asked for it gets a report."""
+        """End a transfer, unless it has ended. The peer that asked for it gets a report."""
         transfer = transfers.pop(key, None)
         if transfer is not None:
             transfer.close()
@@ -318,7 +308,7 @@ class BackgroundTransfers:
 
 
 def _close(transfers: dict[_Key, _One], keys: Iterable[_Key]) -> None:
-    """These are over, as far as they aren't yet. Nobody gets a report."""
+    """End these transfers, as far as they haven't ended, without a report."""
     for key in keys:
         transfer = transfers.pop(key, None)
         if transfer is not None:
@@ -326,7 +316,7 @@ def _close(transfers: dict[_Key, _One], keys: Iterable[_Key]) -> None:
 
 
 def _failure_of(act: Callable[[], object]) -> str | None:
-    """Do something; why it has failed, if it has."""
+    """Call ``act``. Return why it has failed, if it has."""
     try:
         act()
     except FastDecodeError as error:

@@ -21,14 +21,14 @@ from fastdecode.wire.blocks import (
     Fetch,
     KVSource,
     ReadBlocks,
-    StoreChunk,
     words_of,
 )
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker
 from rworker.instructions import MoveBlocks, PlaceChunk
-from rworker.stream.chunk_endpoints import NO_PEER, ChunkMemory
+from rworker.stream.checks import shape_of
 from rworker.stream.chunks import ChunkShape, layout_of
-from rworker.transfers.peer_link import PeerLink
+from rworker.stream.memory import ChunkMemory
+from rworker.transfers.neighbours import PeerLink
 from rworker.transfers.throttle import Throttle
 
 logger = logging.getLogger(__name__)
@@ -190,9 +190,9 @@ class PeerFetch:
             words_of(keys),
             np.full(len(keys), read.num_tokens, np.int32),
         )
-        link.ask(message, partial(self._answered, read))
+        link.send(message, partial(self._answered, read))
         self._num_due += 1
-        return ChunkShape.of(layout_of(hello.kv), message).num_bytes
+        return shape_of(hello.kv, message, len(keys) * read.num_tokens).num_bytes
 
     def _answered(self, read: _Read, answer: FromRWorker) -> None:
         """Take an answer. An error in it ends this job, and no other."""
@@ -227,27 +227,17 @@ class PeerFetch:
         """Write a chunk into the blocks that wait for it."""
         kv, message, count = self._hello.kv, self._message, len(read.places)
         blocks = np.array([self._order.move.blocks[place] for place in read.places], np.int64)
-        none = np.zeros(count, np.int32)
-        chunk = StoreChunk(
-            self._hello.model_hash,
-            kv,
-            read.form,
-            read.layers.start - message.first_layer,
-            len(read.layers),
-            read.heads.start - message.first_head,
-            len(read.heads),
-            none.astype(np.int64),
-            none,
-            np.full(count, read.num_tokens, np.int32),
-            answer.data,
-        )
-        due = ChunkShape.of(layout_of(kv), chunk).num_bytes
+        from_layer, from_head = message.first_layer, message.first_head
+        layers = range(read.layers.start - from_layer, read.layers.stop - from_layer)
+        heads = range(read.heads.start - from_head, read.heads.stop - from_head)
+        shape = ChunkShape(layout_of(kv), read.form, layers, heads, count * read.num_tokens)
+        due = shape.num_bytes
         if len(answer.data) != due:
             peer, num_bytes = read.source.address, len(answer.data)
             raise ProtocolError(f"{peer} sent {num_bytes} bytes of {count} blocks, not {due}")
         if read.form is ChunkForm.TOKENS:
             blocks = blocks * kv.block_size + np.arange(read.num_tokens)
-        self._memory.place(PlaceChunk(NO_PEER, self._order.holder, chunk, blocks))
+        self._memory.place(PlaceChunk(self._order.holder, shape, blocks, answer.data))
         self._num_bytes += due
 
 

@@ -1,15 +1,12 @@
-"""Replicas in files: what a neighbour would be sent is appended to a file instead, so a
-cache can be restored by any R-worker that reaches the directory.
+"""Replicas in files: what a neighbour would be sent is appended to a file instead, so any R-worker
+that reaches the directory can restore the cache.
 
-A file is records (``rworker.stream.files``): the ``Hello`` that opens the replica, every
-change of the cache, and its K and V. Reading it from the beginning gives the cache, or
-what it was at an earlier moment if the file ends in the middle: never anything but a
-prefix of every sequence. What is answered for (``Accepted``, ``ChunkStored``) is on the
-disk, and not only in the memory of its host.
+A file is records (``rworker.stream.files``): the ``Hello`` that opens the replica, every change of
+the cache, and its K and V. Reading it gives the cache, or what it was earlier if the file ends in
+the middle: never anything but a prefix of every sequence. What is answered for is on the disk.
 
-A file grows for as long as its cache is used. Once it is twice as long as the cache, it
-is written anew under another name, from what the cache has by then, and takes the old
-one's place when it has all of it.
+Once a file is twice as long as its cache, it is written anew under another name, and takes the old
+one's place when it has all that the cache has.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from typing import Final, cast
 
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.json_file import sync_directory
-from fastdecode.wire.blocks import ChunkStored, StoreChunk
 from fastdecode.wire.messages import Accepted, FromRWorker, Hello, ToRWorker, Welcome
 from rworker.instructions import LinkReplica, ReadReplica
 from rworker.stream.files import RecordWriter, read_records
@@ -39,12 +35,12 @@ from rworker.transfers.neighbours import NeighbourConnection
 logger = logging.getLogger(__name__)
 
 MOST_LENGTHS: Final = 2.0
-"""Of the cache, that a file may be long before it is written anew."""
+"""Length of a file, in lengths of its cache, at which it is written anew."""
 LEAST_BYTES: Final = 1 << 26
-"""That it may be long in any case."""
+"""Length that a file may have in any case."""
 _NEW: Final = ".new"
 _OLD_S: Final = 3600.0
-"""Since a file was written last that its job may have left behind."""
+"""Age of a file that its job may have left behind."""
 
 
 def _nothing() -> None:
@@ -56,34 +52,30 @@ class ReplicaSink:
     """Where a replica goes: to another R-worker, or into a file."""
 
     connect: Callable[[], NeighbourConnection]
-    """Begins one anew. Raises FastDecodeError: it can't be."""
+    """Begins a replica anew. Raises FastDecodeError: If it can't."""
     most_bytes: float = math.inf
-    """Of K and V that one may be sent before it is begun anew."""
+    """Bytes of K and V after which a replica is begun anew."""
     settle: Callable[[], None] = _nothing
-    """One that was begun anew has all of the cache: it takes the place of the one before."""
+    """Puts the new replica, which has all of the cache, in the place of the one before."""
     discard: Callable[[], None] = _nothing
-    """Nobody needs it any more."""
+    """Removes the replica."""
     abandon: Callable[[], None] = _nothing
-    """One that was begun anew has failed: nothing is left of it."""
+    """Removes the new replica, which has failed."""
 
 
 class ReplicaFiles:
-    """Of the sessions that R-workers of one directory serve.
-
-    Args:
-        directory: where they are; the user's own.
-    """
+    """Files of replicas in one directory, which is the user's own."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._has_looked = False
 
     def sink(self, order: LinkReplica) -> ReplicaSink:
-        """For the replica that is asked for."""
+        """Return where the replica of an order goes."""
         hello = order.books.hello
         self._tell_of_old(hello.session)
         self.remove(hello.session, order.holder, order.number)  # earlier ones are over
-        path = self._path(hello.session, order.holder, order.number)
+        path = self._directory / f"{_stem(hello.session, order.holder)}{order.number}.kv"
         cache_bytes = order.books.store.num_blocks * hello.kv.block_bytes
         return ReplicaSink(
             partial(self._begin, path),
@@ -94,25 +86,33 @@ class ReplicaFiles:
         )
 
     def read(self, order: ReadReplica) -> Iterator[ToRWorker]:
-        """What a file says, up to where it ends or is damaged.
+        """Return what the file of a holder's last link says, up to where it ends or is damaged.
 
         Raises:
-            ConfigError: there it isn't to be used any further.
+            ConfigError: If there is none, or where it is not to be used any further.
         """
-        path = self._path(order.session, order.holder, order.link)
+        stem = _stem(order.message.session, order.message.holder)
+        numbers = [number for number, _ in self._files(stem)]
+        if not numbers:
+            raise ConfigError(f"there is none in {self._directory}")
+        path = self._directory / f"{stem}{max(numbers)}.kv"
         yield from cast(Iterator[ToRWorker], read_records(path))  # its state refuses others
 
     def remove(self, session: int, holder: int, link: int) -> None:
-        """No file of a link, or of an earlier one, has a holder's cache any more. A later one
-        is a successor's, of which an R-worker that was given up may not know. One that can't
-        be removed stays."""
-        for path in self._directory.glob(f"{_stem(session, holder)}*.kv*"):
+        """Remove a holder's files up to this link. A later one is a successor's, of which an
+        R-worker that was given up may not know. A file that can't be removed stays."""
+        for number, path in self._files(_stem(session, holder)):
+            if number <= link:
+                _remove(path)
+
+    def _files(self, stem: str) -> Iterator[tuple[int, Path]]:
+        """Return the files of a holder, each with the number of its link."""
+        for path in self._directory.glob(f"{stem}*.kv*"):
             with contextlib.suppress(ValueError):  # not a number: not ours
-                if int(path.name.split(".")[0].rpartition("-")[2]) <= link:
-                    _remove(path)
+                yield int(path.name.removeprefix(stem).split(".")[0]), path
 
     def _tell_of_old(self, session: int) -> None:
-        """Once: what killed jobs may have left here. Whether they are over, only people know."""
+        """Log once what killed jobs may have left here. Only people know whether they are over."""
         if self._has_looked:
             return
         self._has_looked, since_s = True, time.time() - _OLD_S
@@ -131,9 +131,6 @@ class ReplicaFiles:
                 sum(old),
             )
 
-    def _path(self, session: int, holder: int, link: int) -> Path:
-        return self._directory / f"{_stem(session, holder)}{link}.kv"
-
     def _begin(self, path: Path) -> NeighbourConnection:
         if path.exists():
             path = _new(path)
@@ -149,10 +146,7 @@ def _stem(session: int, holder: int) -> str:
 
 
 def settle(path: Path) -> None:
-    """
-    Raises:
-        ConfigError: it can't be.
-    """
+    """Put a new file in the place of the one before. Raises ConfigError: If it can't."""
     try:
         _new(path).rename(path)
     except OSError as error:
@@ -162,7 +156,7 @@ def settle(path: Path) -> None:
 
 
 def _new(path: Path) -> Path:
-    """Where the file is that is to take another's place."""
+    """Return where the file is that is to take another's place."""
     return path.with_name(path.name + _NEW)
 
 
@@ -176,14 +170,11 @@ def _refusal(path: Path, error: OSError) -> ConfigError:
 
 
 class FileConnection:
-    """To a file, as to the R-worker that would keep the replica: what is sent is written
-    by a thread, and answered once it is on the disk.
-
-    Args:
-        path: of the file, which isn't there yet.
+    """A connection to a file, as to the R-worker that would keep the replica. A thread writes what
+    is sent, and answers it once it is on the disk.
 
     Raises:
-        OSError: it can't be made.
+        OSError: If the file can't be made.
     """
 
     heard_s = None
@@ -199,12 +190,10 @@ class FileConnection:
         threading.Thread(target=self._write, name="replica-file", daemon=True).start()
 
     def send(self, message: ToRWorker) -> None:
-        """See ``Connection``."""
         self._check()
         self._messages.put(message)
 
     def poll(self) -> FromRWorker | None:
-        """See ``Connection``."""
         if self._answers:
             return self._answers.popleft()
         self._check()
@@ -214,7 +203,7 @@ class FileConnection:
         raise AssertionError("a replica's link is polled")
 
     def close(self) -> None:
-        """Nothing more is sent. The file stays."""
+        """Write nothing more. The file stays."""
         self._messages.put(None)
 
     @property
@@ -235,7 +224,7 @@ class FileConnection:
             self._writer.close()
 
     def _write_all(self) -> bool:
-        """Write what waits, then answer it. False: that was the last of all."""
+        """Write what waits, then answer it. Return False if that was the last of all."""
         messages = [self._messages.get()]
         while not self._messages.empty():
             messages.append(self._messages.get())
@@ -248,9 +237,7 @@ class FileConnection:
 
 
 def answer_of(message: ToRWorker) -> FromRWorker:
-    """What an R-worker says that has taken it in."""
+    """Return how an R-worker answers."""
     if isinstance(message, Hello):
         return Welcome("a file", message.max_blocks, message.kv.block_size, 1)
-    if isinstance(message, StoreChunk):
-        return ChunkStored(len(message.data))
     return Accepted(message.sequence_id)  # type: ignore[union-attr]

@@ -8,13 +8,12 @@ from typing import Final
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError
-from fastdecode.wire.blocks import NO_STEP, Replicated, StoreChunk, Unprotected
+from fastdecode.wire.blocks import NO_STEP, KeptToRWorker, Replicated, StoreChunk
 from fastdecode.wire.messages import FromRWorker, Welcome
 from rworker.instructions import LinkReplica
-from rworker.stream.changes import Change
-from rworker.stream.chunk_endpoints import LocalCache
+from rworker.stream.memory import ChunkMemory
 from rworker.stream.mirror import UNANSWERED, Mirror
-from rworker.transfers.peer_link import PeerLink
+from rworker.transfers.neighbours import PeerLink
 from rworker.transfers.replica_file import ReplicaSink
 
 logger = logging.getLogger(__name__)
@@ -27,56 +26,50 @@ _MOST_CHANGES: Final = 64
 
 
 class ReplicaTransfer:
-    """See the module, and ``Transfer``. A unit is some changes and at most one chunk.
+    """The transfer of one replica. A unit is some changes and at most one chunk.
 
     Args:
-        order: what was asked for.
-        source: reads the cache.
+        memory: memory of the cache.
         sink: where the replica goes.
-        clock: seconds.
 
     Raises:
-        FastDecodeError: it can't be there.
+        FastDecodeError: If it can't be there.
     """
 
     def __init__(
-        self, order: LinkReplica, source: LocalCache, sink: ReplicaSink, clock: Clock
+        self, order: LinkReplica, memory: ChunkMemory, sink: ReplicaSink, clock: Clock
     ) -> None:
         self.to: Final = order.to
         self._holder, self._number = order.holder, order.number
-        self._order, self._source, self._sink, self._clock = order, source, sink, clock
+        self._order, self._memory, self._sink, self._clock = order, memory, sink, clock
         self._copies = [self._begin()]
         """The replica; and behind it the one that is to take its place."""
         self._most_bytes = sink.most_bytes
 
     def _begin(self) -> _Copy:
         link = PeerLink(self._sink.connect(), self._clock, self._order.timeout_s)
-        return _Copy(self._order, self._source, link)
+        return _Copy(self._order, self._memory, link)
 
     @property
     def wait_s(self) -> float:
-        """See ``Transfer``."""
         return min(copy.wait_s for copy in self._copies)
 
     @property
     def is_done(self) -> bool:
-        """See ``Transfer``: the cache changes for as long as it is there."""
+        """Always false: the cache may change until it is dropped."""
         return False
 
-    def follow(self, change: Change) -> None:
-        """The cache has accepted a change."""
+    def follow(self, change: KeptToRWorker) -> None:
         for copy in self._copies:
             copy.may_send = True
             copy.mirror.follow(change)
 
     def end_step(self, lane: int, step: int) -> None:
-        """The cache has all of a lane's step in every layer."""
         for copy in self._copies:
             copy.may_send = True
             copy.mirror.end_step(lane, step)
 
     def advance(self) -> Iterator[Replicated]:
-        """See ``Transfer``."""
         copy, *new = self._copies
         for lane, step in copy.advance():
             yield Replicated(self._holder, lane, step, self._number)
@@ -89,8 +82,8 @@ class ReplicaTransfer:
             yield Replicated(self._holder, lane, step, self._number)
 
     def _renew(self, copy: _Copy, new: list[_Copy]) -> list[tuple[int, int]]:
-        """Begin the replica anew if it is due, and go on with that. What it has, once
-        it has all: it takes the place of the one before."""
+        """Advance the new replica, which is begun if it is due. Return the steps that it has once
+        it has taken the place of the one before."""
         if not new and copy.num_bytes > self._most_bytes:
             self._copies.append(self._begin())
         held = [each for each in new[0].advance() if each[1] != NO_STEP] if new else []
@@ -101,57 +94,57 @@ class ReplicaTransfer:
         return held
 
     def _keep(self, copy: _Copy, error: FastDecodeError) -> None:
-        """The new one has failed: the one before is as good as it was, and may be as long again."""
+        """Keep the replica from before, as the new one has failed. It may grow as long again."""
         logger.warning("the replica of holder %d grows: %s", self._holder, error)
         for each in self._copies[1:]:
             each.close()
         self._sink.abandon()
         self._copies, self._most_bytes = [copy], copy.num_bytes + self._sink.most_bytes
 
-    def end(self, reason: str) -> Unprotected:
-        """See ``Transfer``. Nobody goes on with what is there."""
+    def end(self, reason: str) -> Replicated:
+        """Discard the replica, which has failed."""
         logger.warning("holder %d has no replica any more: %s", self._holder, reason)
         self._sink.discard()
-        return Unprotected(self._holder, reason, self._number)
+        return unprotected(self._order, reason)
 
     def close(self) -> None:
-        """See ``Transfer``. What is there stays."""
+        """End the transfer. What is there stays."""
         for copy in self._copies:
             copy.close()
 
     def discard(self) -> None:
-        """Nobody needs the replica any more."""
+        """End the transfer, and discard the replica."""
         self.close()
         self._sink.discard()
 
 
+def unprotected(order: LinkReplica, reason: str) -> Replicated:
+    """Return the report that a replica is lost."""
+    return Replicated(order.holder, 0, NO_STEP, order.number, reason)
+
+
 class _Copy:
-    """A replica, and the link to it; ``source``: reads the cache.
+    """A replica, and the link to it. Raises WorkerError: If the neighbour is gone."""
 
-    Raises:
-        WorkerError: the neighbour is gone.
-    """
-
-    def __init__(self, order: LinkReplica, source: LocalCache, link: PeerLink) -> None:
-        self.mirror: Final = Mirror(order.holder, order.books, source, order.link_bytes)
+    def __init__(self, order: LinkReplica, memory: ChunkMemory, link: PeerLink) -> None:
+        self.mirror: Final = Mirror(order.holder, order.books, memory, order.link_bytes)
         self._link = link
         self._is_open = False  # the neighbour has welcomed us
         self.may_send = False
         """Whether there may be something to send."""
         self.num_bytes = 0
         """Of K and V that were sent."""
-        link.ask(self.mirror.hello, self._welcome)
+        link.send(self.mirror.hello, self._welcome)
 
     @property
     def wait_s(self) -> float:
-        """See ``Transfer``."""
         if self.may_send:
             return 0.0
-        return LOOK_S if self._link.is_owed else REST_S
+        return LOOK_S if self._link.num_owed else REST_S
 
     def advance(self) -> Iterator[tuple[int, int]]:
-        """Do a unit of work. Lanes, and the last step of each that has got there; a step
-        ``NO_STEP``, once there is room."""
+        """Do a unit of work. Return lanes with the last step of each that has arrived, and
+        ``NO_STEP`` as a step once there is room."""
         was_open = self._is_open
         if self._link.listen():
             self.may_send = True
@@ -170,10 +163,8 @@ class _Copy:
             if message is None:
                 self.may_send = False
                 return
-            if isinstance(message, UNANSWERED):
-                self._link.send(message)
-            else:
-                self._link.ask(message, self.mirror.take)
+            is_answered = not isinstance(message, UNANSWERED)
+            self._link.send(message, self.mirror.take if is_answered else None)
             if isinstance(message, StoreChunk):
                 self.num_bytes += len(message.data)
                 return

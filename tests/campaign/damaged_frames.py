@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 import zmq
+from chunk_memory import Memory
 from messages_for_tests import from_r_worker, in_frames, in_one_piece, same, to_r_worker
 from state_machine import HELLO, HKV, HQ, KV, KV_BYTES, NUM_LAYERS, D, step_of
-from stream_suite import Memory
 from values import replace
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.blocks import ChunkForm, FetchChunk, TakeOver, Truncate
+from fastdecode.wire.blocks import TakeOver, Truncate
 from fastdecode.wire.codec import Codec
 from fastdecode.wire.messages import (
     Accepted,
@@ -162,8 +162,7 @@ def mirrored(chance: random.Random, holder: int) -> list[ToRWorker]:
             cache.books.store.append(np.array([change.sequence_id]), count)
         while (message := mirror.next()) is not None:
             said.append(message)
-    columns = (np.array([1]), np.array([0], np.int32), np.array([1], np.int32))
-    return [*said, FetchChunk(ChunkForm.TOKENS, 0, NUM_LAYERS, 0, HKV, *columns)]
+    return said
 
 
 def any_conversation(chance: random.Random, holder: int) -> list[ToRWorker]:

@@ -1,29 +1,17 @@
-"""K and V between a cache on a device and everything that streams: the stream suite, and
-two devices that fetch from one another."""
+"""K and V between a cache on a device and an R-worker's, and two devices that fetch from one
+another."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from chunk_memory import ALL_KV, KV, READING, RESERVED, WAIT_S, Memory, Worker, assert_same
 from pulling import keys_of
-from stream_suite import (
-    KV,
-    LENGTHS,
-    READING,
-    WAIT_S,
-    MakePlace,
-    Memory,
-    StreamSuite,
-    Worker,
-    assert_same,
-    move,
-    pieces_between,
-)
 from values import replace
 
 from fastdecode.core.dtype import DType
@@ -32,10 +20,20 @@ from fastdecode.core.spec import KVSpec
 from fastdecode.engine.step.device import DeviceWorker
 from fastdecode.engine.step.reached_device import ReachedDevice
 from fastdecode.engine.step.torch_executor import TorchExecutor
-from fastdecode.wire.blocks import Done, Fetch, Forget, KVSource, Name, Retain, words_of
+from fastdecode.wire.blocks import (
+    ChunkForm,
+    Done,
+    Fetch,
+    Forget,
+    KVSource,
+    Name,
+    Retain,
+    words_of,
+)
 from fastdecode.wire.messages import Close
 from rworker.inline import WORKER
-from rworker.instructions import MoveBlocks
+from rworker.instructions import MoveBlocks, PlaceChunk, ReadChunk
+from rworker.stream.chunks import ChunkShape
 from rworker.tiers.tier import MoveJob, Tier
 from rworker.transfers.background_transfers import BackgroundTransfers
 from rworker.transfers.neighbours import ThreadNeighbours
@@ -44,29 +42,29 @@ KV_BYTES = 16 << 20
 CPU = torch.device("cpu")
 
 
-@contextlib.contextmanager
-def device(kv: KVSpec) -> Iterator[Worker]:
-    connection = DeviceWorker(TorchExecutor(CPU), KV_BYTES)
-    yield Worker(connection, kv)
-    connection.close()
+ODD = [replace(KV, dtype=dtype, head_dim=13) for dtype in (DType.BFLOAT16, DType.INT4)]
+"""Rows that fill no whole cell."""
 
 
-class TestDevice(StreamSuite):
-    @pytest.fixture
-    def make_place(self) -> MakePlace:
-        return device
-
-
-@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.INT4], ids=lambda dtype: dtype.value)
-def test_rows_that_fill_no_whole_cell(dtype: DType) -> None:
-    """Some layers and heads, too: chunks are cut small."""
-    kv = replace(KV, dtype=dtype, head_dim=13)
+@pytest.mark.parametrize("form", ChunkForm)
+@pytest.mark.parametrize("kv", [*ALL_KV, *ODD], ids=lambda kv: f"{kv.dtype.value}-{kv.head_dim}")
+def test_a_device_has_what_an_r_worker_has_bit_for_bit(kv: KVSpec, form: ChunkForm) -> None:
+    """Some layers and heads travel at a time."""
     home, back = Memory(kv), Memory(kv)
-    home.fill(LENGTHS, seed=6)
-    with device(kv) as place:
-        move(pieces_between(LENGTHS, kv), home, place, most_bytes=700)
-        move(pieces_between(LENGTHS, kv), place.source(), back, most_bytes=500)
-    assert_same(home, back, LENGTHS)
+    num_tokens = 37 if form is ChunkForm.TOKENS else 32
+    for memory, seed in ((home, 6), (back, 7)):
+        memory.fill({0: num_tokens}, seed)
+    executor = TorchExecutor(CPU)
+    with contextlib.closing(DeviceWorker(executor, KV_BYTES)) as connection:
+        Worker(connection, kv)
+        (holder,) = executor.caches
+        places = home.places(form, 0, 0, num_tokens)
+        for layers, heads in product((range(2), range(2, 3)), (range(1), range(1, 4))):
+            shape = ChunkShape(home.layout, form, layers, heads, num_tokens)
+            read = ReadChunk(holder, shape, places)
+            executor.place(PlaceChunk(holder, shape, places, home.read(read)))
+            back.place(PlaceChunk(holder, shape, places, executor.read(read)))
+    assert_same(home, back, {0: num_tokens})
 
 
 def reached(name: str, others: ThreadNeighbours) -> ReachedDevice:
@@ -90,7 +88,7 @@ def test_who_closes_ends_what_others_fetch_from_it() -> None:
 
 
 class StuckTier(Tier):
-    """Whose jobs are never over, and whose ``wait`` ends with the test."""
+    """A tier whose jobs never end, and whose ``wait`` ends with the test."""
 
     num_layers, stored_bytes = KV.num_layers, 1
 
@@ -117,7 +115,13 @@ def offer(prefill: ReachedDevice) -> None:
     """Name the blocks of a device's sequence."""
     home, keys = Memory(KV), keys_of(KV, 37, seed=3)
     home.fill({0: 37}, seed=3)
-    move(pieces_between({0: 37}, KV), home, Worker(prefill, KV))
+    Worker(prefill, KV).open(0, RESERVED)
+    (cache,) = prefill._state._caches
+    ids, count = np.array([0]), np.array([37], np.int32)
+    slots = cache.books.store.append(ids, count).slots
+    shape = ChunkShape.whole(KV, ChunkForm.TOKENS, 37)
+    data = home.read(ReadChunk(cache.holder, shape, home.places(shape.form, 0, 0, 37)))
+    prefill._at_work.executor.place(PlaceChunk(cache.holder, shape, slots, data))
     prefill.send(Name(0, 0, words_of(keys[:-1])))
     prefill.send(Close(0, tail=keys[-1].hex()))
 
@@ -156,7 +160,7 @@ def _received(connection: ReachedDevice) -> None:
 def test_a_device_whose_thread_has_died_refuses_what_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What was under way, and what comes later. Its own S-worker goes on."""
+    """Both requests in flight and later ones are refused. Its own S-worker continues."""
     monkeypatch.setattr(BackgroundTransfers, "work", lambda self: 1 / 0)
     others = ThreadNeighbours()
     prefill, decode = reached("p", others), reached("d", others)

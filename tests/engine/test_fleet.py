@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stream_suite import hello_for
+from chunk_memory import hello_for
 from values import replace
 
 from fastdecode import LLM

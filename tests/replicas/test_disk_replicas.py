@@ -15,7 +15,7 @@ from fastdecode import LLM
 from fastdecode.core.errors import CapacityError, ConfigError, WorkerError
 from fastdecode.wire.messages import ToRWorker
 from rworker.attention import AttentionExecutor
-from rworker.instructions import RESTORER, PlaceChunk, Prepare
+from rworker.instructions import PlaceChunk, Prepare
 from rworker.stream.files import RecordWriter
 from rworker.transfers import replica_file
 from rworker.transfers.replica_file import FileConnection
@@ -197,7 +197,8 @@ def test_a_cache_that_is_restored_in_part_is_not_gone_on_with(
     carry_out = getattr(AttentionExecutor, step)
 
     def failing(self: AttentionExecutor, order: Prepare | PlaceChunk) -> None:
-        if order.is_on_disk if isinstance(order, Prepare) else order.to == RESTORER:
+        prepared = order if isinstance(order, Prepare) else self._caches[order.holder].prepared
+        if prepared.is_on_disk:
             raise CapacityError("there is no room on the disk")
         carry_out(self, order)
 

@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
+from chunk_memory import KV, NUM_BLOCKS, WAIT_S, Worker, hello_for
 from listening import RWorker, listening
-from stream_suite import KV, NUM_BLOCKS, WAIT_S, Worker, hello_for
 from values import replace
 
 from fastdecode.wire.blocks import NO_STEP, Replicate, Replicated

@@ -7,18 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chunk_memory import ALL_KV, LENGTHS, Memory, assert_same
 from hypothesis import settings
-from mirror_machine import KV, MirrorMachine
+from mirror_machine import KV, MirrorMachine, Replica
 from state_machine import step_of
-from stream_suite import Memory
 
 from examples import examples
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
+from fastdecode.core.spec import KVSpec
 from fastdecode.wire.blocks import (
     ChunkForm,
-    ChunkStored,
-    ExpectTokens,
     Fetch,
     Forget,
     Name,
@@ -30,30 +29,55 @@ from fastdecode.wire.blocks import (
 )
 from fastdecode.wire.messages import Accepted, Close, Open, Refused
 from rworker.stream.chunks import layout_of
-from rworker.stream.mirror import Mirror
+from rworker.stream.mirror import UNANSWERED, Mirror
 from rworker.stream.taking_over import take_over
 
 MirrorMachine.TestCase.settings = settings(max_examples=examples(160), stateful_step_count=40)
 TestMirror = MirrorMachine.TestCase
 
 
-def test_a_decode_step_is_one_announcement_and_one_chunk() -> None:
+@pytest.mark.parametrize("most_bytes", [1 << 22, 2000, 1])
+@pytest.mark.parametrize("kv", ALL_KV, ids=lambda kv: kv.dtype.value)
+def test_a_replica_is_its_cache_bit_for_bit(
+    kv: KVSpec, most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many tokens a chunk takes, kept blocks that are sent by themselves included."""
+    for module in ("checks", "replica_log"):
+        monkeypatch.setattr(f"rworker.stream.{module}.MAX_CHUNK_BYTES", most_bytes)
+    owner = Memory(kv)
+    owner.fill(LENGTHS, seed=1)
+    owner.books.keep(Name(3, 0, words_of(KEYS[:2])))
+    before = owner.stored(3, 0, 16)
+    owner.books.close(Close(3))
+    mirror = Mirror(HolderId(0), owner.books, owner)
+    replica = Replica(mirror.hello)
+    while (message := mirror.next()) is not None:
+        for answer in replica.hear(message):
+            mirror.take(answer)
+    assert mirror.is_whole
+    replica.memory.books = replica.books
+    assert_same(owner, replica.memory, {s: n for s, n in LENGTHS.items() if s != 3})
+    (accepted,) = replica.hear(Open(3, 16, 16, words_of(KEYS[:2])))
+    assert accepted == Accepted(3)
+    after = replica.memory.stored(3, 0, 16)
+    assert [x.tobytes() for x in before] == [x.tobytes() for x in after]
+
+
+def test_a_decode_step_is_one_chunk() -> None:
     owner = Memory(KV, 200)
     owner.fill({i: 5 + i % 3 for i in range(12)}, seed=1)
     mirror = Mirror(HolderId(0), owner.books, owner)
     while (message := mirror.next()) is not None:
-        if not isinstance(message, (ExpectTokens, Close)):
-            mirror.take(Accepted(message.sequence_id) if not isinstance(message, StoreChunk)
-                        else mirror._due[0].answer)  # fmt: skip
+        if not isinstance(message, UNANSWERED):
+            mirror.take(Accepted(message.sequence_id))
     assert mirror.is_whole
     begin = step_of(*[(i, 5 + i % 3, 1) for i in range(12)], queries=[0] * 12)
     owner.books.begin_step(begin)
     assert mirror.next() is None, "not before it is in every layer"
     for layer in range(KV.num_layers):
         owner.books.steps.finish_layer(0, owner.books.steps.due(0, 0, layer))
-    announced, chunk = mirror.next(), mirror.next()
-    assert isinstance(announced, ExpectTokens) and isinstance(chunk, StoreChunk)
-    assert chunk.num_tokens.tolist() == [1] * 12 and chunk.num_layers == KV.num_layers
+    chunk = mirror.next()
+    assert isinstance(chunk, StoreChunk) and chunk.num_tokens.tolist() == [1] * 12
     assert mirror.next() is None
 
 
@@ -82,12 +106,11 @@ def test_chunks_that_are_read_at_once_leave_one_by_one_without_credit() -> None:
     mirror = Mirror(HolderId(0), owner.books, owner, link_bytes=1)
     assert isinstance(mirror.next(), Open)
     mirror.take(Accepted(7))
-    assert isinstance(mirror.next(), ExpectTokens)
     for form in (ChunkForm.BLOCKS, ChunkForm.TOKENS):
         chunk = mirror.next()
         assert isinstance(chunk, StoreChunk) and chunk.form is form
         assert mirror.next() is None and mirror.num_unacknowledged == len(chunk.data)
-        mirror.take(ChunkStored(len(chunk.data)))
+        mirror.take(Accepted(7))
     assert mirror.is_whole
 
 

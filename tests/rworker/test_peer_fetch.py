@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chunk_memory import ALL_KV, KV, NUM_BLOCKS, READING
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from pulling import TIMEOUT_S, Host, Hosts, keys_of
-from stream_suite import ALL_KV, KV, NUM_BLOCKS, READING
 from values import replace
 
 from examples import examples
@@ -21,7 +21,7 @@ from fastdecode.wire.blocks import BlockData, ChunkForm, Forget, ReadBlocks, wor
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
 from rworker.transfers import peer_fetch
-from rworker.transfers.peer_link import REACH_S
+from rworker.transfers.neighbours import REACH_S
 from rworker.transfers.throttle import ATTENDING_S, SHARE, Throttle
 
 

@@ -8,20 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from listening import listening
-from pulling import keys_of
-from stream_suite import (
+from chunk_memory import (
     ALL_KV,
     KV,
     READING,
     WAIT_S,
-    Memory,
     Worker,
-    assert_same,
     hello_for,
-    move,
-    pieces_between,
+    random_rows,
 )
+from listening import listening
+from pulling import keys_of
 
 from cpu_kernels import reference
 from fastdecode.core.errors import ConfigError, WorkerError
@@ -38,7 +35,7 @@ from fastdecode.wire.blocks import (
     words_of,
 )
 from fastdecode.wire.inproc import InprocHub
-from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, Close, Failed, Open
+from fastdecode.wire.messages import PROTOCOL_VERSION, Close, Failed
 from fastdecode.wire.waiting import look_until_found
 from rworker.attention import AttentionExecutor
 from rworker.worker import start_worker_thread
@@ -77,18 +74,18 @@ def fetched(worker: Any, job: int, address: str, num_tokens: int) -> Done:
 
 def check_fetch(kv: KVSpec, p: Worker, address: str, d: Worker) -> None:
     """One gets what the other, at an address, has named, until it forgets that."""
-    home, back, lengths = Memory(kv), Memory(kv), {0: 61}
-    home.fill(lengths, seed=3)
-    move(pieces_between(lengths, kv), home, p)
-    keys = keys_of(kv, 61, seed=3)
+    p.open(0, 62)
+    p.step(0, 0, random_rows(kv, 61, seed=3))
+    keys, one_more = keys_of(kv, 61, seed=3), random_rows(kv, 1, seed=4)
     p.connection.send(Name(0, 0, words_of(keys[:-1])))
+    p.open(3, 62, 61, parent_id=0)
+    attended = p.step(3, 61, one_more)
+    p.connection.send(Close(3))
     p.connection.send(Close(0, tail=keys[-1].hex()))
     p.open(1, 16)  # accepted once the blocks are named
     assert not len(fetched(d, 5, address, 61).missing)
-    d.connection.send(Open(5, 64, 61, words_of(keys)))
-    assert d.connection.receive(WAIT_S) == Accepted(5)
-    move(pieces_between({5: 61}, kv, by=-5), d.source(), back)
-    assert_same(home, back, lengths)
+    d.open(5, 64, 61, words_of(keys))
+    assert d.step(5, 61, one_more) == attended
     p.connection.send(Forget(words_of(keys)))
     p.open(2, 16)
     d.connection.send(Close(5))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from state_machine import HELLO, KV, Worker, attend, step_of
+from state_machine import HELLO, KV, Worker, attend, chunk, step_of
 from values import replace
 
 from fastdecode.core.errors import ConfigError
@@ -132,13 +132,13 @@ def test_whoever_only_looks_does_not_end_the_worker() -> None:
     worker.refuses(OTHER, HELLO, "kept for another", code="model_mismatch")
 
 
-def test_a_neighbours_replica_is_stored_and_never_attended() -> None:
+def test_a_neighbours_replica_is_stored_and_never_steps() -> None:
     worker = Peers()
     worker.greet(ONE, FEW)
     worker.greet(OTHER, replace(FEW, holder=1, role=Role.NEIGHBOUR))
     worker.say(OTHER, Open(1, 8))
-    worker.step_from(OTHER, step_of((1, 0, 3), queries=[0]))
-    worker.refuses(OTHER, step_of((1, 3, 1), step=1), "num_queries must be 0")
+    assert worker.say(OTHER, chunk((1, 0, 3)))[-1] == Send(OTHER, Accepted(1))
+    worker.refuses(OTHER, step_of((1, 3, 1), step=1), "a neighbour may not say that")
     worker.refuses(OTHER, replace(FEW, holder=2), "greeted as neighbour, and now as S-worker")
     assert worker.lose(OTHER, may_return=False) == (Drop(HolderId(1)),)
     assert worker.lose(ONE, may_return=False) == (Drop(HolderId(0)), Stop())

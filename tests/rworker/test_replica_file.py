@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from stream_suite import hello_for
+from chunk_memory import hello_for
 from values import replace
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.blocks import ExpectTokens
+from fastdecode.wire.blocks import TakeOver
 from fastdecode.wire.messages import Accepted, Close, FromRWorker, Open, ToRWorker, Welcome
 from fastdecode.wire.waiting import look_until_found
 from rworker.cache_state import CacheState
@@ -34,11 +35,13 @@ def _order(number: int = LINK) -> LinkReplica:
     return LinkReplica(0, HOLDER, books, "disk:", 1 << 20, number, 60.0)
 
 
-def _read(files: ReplicaFiles, why: str) -> list[ToRWorker]:
-    """What can be read, up to where that ends."""
+def _read(files: ReplicaFiles, why: str = "") -> list[ToRWorker]:
+    """What can be read, up to where that ends, and why it does."""
     read: list[ToRWorker] = []
-    with pytest.raises(ConfigError, match=why):
-        read.extend(files.read(ReadReplica(HOLDER, HELLO.session, LINK)))
+    none = np.zeros(0, np.int64), np.zeros(0, np.int32)
+    order = ReadReplica(0, TakeOver(HELLO.session, *none, HOLDER, is_in_file=True))
+    with pytest.raises(ConfigError, match=why) if why else contextlib.nullcontext():
+        read.extend(files.read(order))
     return read
 
 
@@ -73,7 +76,8 @@ def test_a_file_is_read_up_to_where_it_ends(lost_bytes: int, tmp_path: Path) -> 
     _written(files, *CHANGES)
     (path,) = tmp_path.iterdir()
     os.truncate(path, path.stat().st_size - lost_bytes)
-    assert _read(files, "torn") == [HELLO, *CHANGES][: 5 - (lost_bytes > 0)]
+    is_torn = lost_bytes > 0
+    assert _read(files, "torn" * is_torn) == [HELLO, *CHANGES][: 5 - is_torn]
 
 
 def test_nothing_is_read_behind_what_is_damaged(tmp_path: Path) -> None:
@@ -107,7 +111,7 @@ def test_an_r_worker_that_was_given_up_removes_nothing_of_its_successor(tmp_path
     sink = late.sink(_order(LINK - 1))
     sink.connect().close()
     sink.discard()
-    assert _read(files, "torn") == [HELLO, *CHANGES]
+    assert _read(files) == [HELLO, *CHANGES]
     late.remove(HELLO.session, HOLDER, LINK)
     assert not list(tmp_path.iterdir())
 
@@ -146,7 +150,7 @@ def test_the_second_file_of_a_link_takes_the_place_of_the_first(tmp_path: Path) 
     sink.settle()
     (path,) = tmp_path.iterdir()
     assert path.name == names[0]
-    assert _read(ReplicaFiles(tmp_path), "torn") == [Open(2, 8)]
+    assert _read(ReplicaFiles(tmp_path)) == [Open(2, 8)]
     other = tmp_path / "replica-0000000000000005-3-21.kv"
     other.touch()
     sink.discard()
@@ -166,7 +170,7 @@ def test_a_disk_that_takes_no_more_ends_the_replica(
         look_until_found(connection.poll, 20.0)
     assert not connection.is_open
     with pytest.raises(WorkerError):
-        connection.send(ExpectTokens(np.array([1]), np.array([1], np.int32)))
+        connection.send(Close(1))
 
 
 def test_a_file_that_cannot_be_made(tmp_path: Path) -> None:

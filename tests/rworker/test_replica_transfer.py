@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from stream_suite import hello_for
+from chunk_memory import hello_for
 from values import replace
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError, ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.blocks import NO_STEP, Replicated, Unprotected
+from fastdecode.wire.blocks import NO_STEP, Replicated
 from fastdecode.wire.codec import Array
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import Accepted, FromRWorker, Hello, Open, ToRWorker, Welcome
 from rworker.cache_state import CacheState
 from rworker.instructions import EndStep, Follow, LinkReplica, PlaceChunk, ReadChunk
 from rworker.transfers.background_transfers import BackgroundTransfers, TransferNews
-from rworker.transfers.neighbours import NeighbourConnection
-from rworker.transfers.peer_link import REACH_S
+from rworker.transfers.neighbours import REACH_S, NeighbourConnection
 from rworker.transfers.replica_transfer import LOOK_S, REST_S
 
 KV = KVSpec(2, 2, 8, DType.INT8, 4)
@@ -91,7 +90,7 @@ def test_what_cannot_be_read_costs_the_replica_alone(error: Exception) -> None:
     assert (pair.links.wait_s, len(pair.told)) == (0, 1)
     pair.links.work()
     reason = error.message if isinstance(error, FastDecodeError) else f"MemoryError: {error}"
-    assert pair.told[1:] == [(S_WORKER, Unprotected(HOLDER, reason, LINK))]
+    assert pair.told[1:] == [(S_WORKER, Replicated(HOLDER, 0, NO_STEP, LINK, reason))]
     pair.links.obey(EndStep(HOLDER, 0, 1))
     pair.links.work()
     assert (pair.links.wait_s, len(pair.told)) == (None, 2)
@@ -101,7 +100,7 @@ def test_a_neighbour_with_too_little_room_keeps_nothing() -> None:
     pair = Pair(ProtocolError("no"))
     pair.welcome(num_blocks=NUM_BLOCKS - 1)
     ((to, news),) = pair.told
-    assert to == S_WORKER and isinstance(news, Unprotected) and "13 KV blocks" in news.reason
+    assert to == S_WORKER and isinstance(news, Replicated) and "13 KV blocks" in news.reason
 
 
 def test_a_link_at_rest_looks_now_and_then_whether_the_neighbour_is_there() -> None:
@@ -111,7 +110,7 @@ def test_a_link_at_rest_looks_now_and_then_whether_the_neighbour_is_there() -> N
     assert pair.neighbour is not None
     pair.neighbour.close()
     pair.links.work()
-    assert isinstance(pair.told[-1][1], Unprotected)
+    assert isinstance(news := pair.told[-1][1], Replicated) and news.reason
 
 
 @pytest.mark.parametrize(
@@ -130,7 +129,7 @@ def test_a_neighbour_that_says_nothing_is_told_by_name(
     pair.now_s += 0.1
     pair.links.work()
     ((to, news),) = pair.told
-    assert to == S_WORKER and isinstance(news, Unprotected) and news.link == LINK + 1
+    assert to == S_WORKER and isinstance(news, Replicated) and news.link == LINK + 1
     assert news.reason.startswith("R-worker r1 ") and reason in news.reason
 
 
@@ -145,7 +144,7 @@ def test_a_neighbour_that_stops_answering_keeps_no_replica() -> None:
         pair.links.work()
         assert len(pair.told) == num_told
     news = pair.told[-1][1]
-    assert isinstance(news, Unprotected) and "has answered nothing" in news.reason
+    assert isinstance(news, Replicated) and "has answered nothing" in news.reason
 
 
 def test_a_link_of_the_same_number_goes_on_or_stays_over() -> None:

@@ -37,11 +37,10 @@ from fastdecode.wire.messages import (
     Welcome,
 )
 from rworker.attention import AttentionExecutor
-from rworker.grace_period import GracePeriod
 from rworker.instructions import Drop, HangUp, LinkReplica, Prepare, Send, Stop, Unlink
 from rworker.serving_terms import ServingTerms
 from rworker.state import RWorkerState
-from rworker.worker import RWorker, serve_next
+from rworker.worker import GracePeriod, RWorker, serve_next
 
 FIRST, SECOND, STRANGER = range(3)
 SESSION = 77

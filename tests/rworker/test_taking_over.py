@@ -6,28 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from state_machine import HELLO, KV, KV_BYTES, NUM_LAYERS, Worker, attend, step_of
+from state_machine import HELLO, KV_BYTES, Worker, attend, chunk, step_of
 from values import replace
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.blocks import (
-    ChunkForm,
-    ChunkStored,
-    DropCache,
-    Dropped,
-    Replicate,
-    StoreChunk,
-    TakenOver,
-    TakeOver,
-    Truncate,
-)
+from fastdecode.wire.blocks import DropCache, Dropped, Replicate, TakenOver, TakeOver, Truncate
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import Accepted, Close, Failed, Open, Refused, Shutdown, Welcome
 from fastdecode.wire.traits import Role
 from rworker.attention import AttentionExecutor
 from rworker.instructions import Drop, HangUp, RemoveReplica, Send, Stop, Unlink
-from rworker.stream.chunks import expectation
 from rworker.worker import RWorker, serve_next
 
 S_WORKER, NEIGHBOUR, STRANGER = range(3)
@@ -55,10 +44,6 @@ def take(*wanted: tuple[int, int], session: int = SESSION, holder: int = 0) -> T
     return TakeOver(session, ids.astype(np.int64), most.astype(np.int32), holder)
 
 
-def stored(*rows: tuple[int, int, int], step: int = 0, lane: int = 0) -> Any:
-    return step_of(*rows, step=step, lane=lane, queries=[0] * len(rows))
-
-
 @pytest.fixture
 def peers() -> Peers:
     peers = Peers()
@@ -74,9 +59,8 @@ def counts(answer: Any) -> list[int]:
 
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_a_replica_is_taken_over_at_what_is_in_every_layer(peers: Peers, is_lost: bool) -> None:
-    peers.step_from(NEIGHBOUR, stored((1, 0, 5), (2, 0, 3)))
-    peers.step_from(NEIGHBOUR, stored((1, 5, 1), (2, 3, 1), step=1))
-    peers.step_from(NEIGHBOUR, stored((1, 6, 1), step=2), num_layers=2)  # the rest never comes
+    peers.say(NEIGHBOUR, chunk((1, 0, 5), (2, 0, 3)))
+    peers.say(NEIGHBOUR, chunk((1, 5, 1), (2, 3, 1)))
     if is_lost:
         assert peers.lose(NEIGHBOUR) == ()
     told = peers.say(S_WORKER, take((1, 9), (2, 3), (7, 5)))
@@ -89,9 +73,9 @@ def test_a_replica_is_taken_over_at_what_is_in_every_layer(peers: Peers, is_lost
 
 
 def test_whoever_had_it_changes_nothing_any_more(peers: Peers) -> None:
-    peers.step_from(NEIGHBOUR, stored((1, 0, 5)))
+    peers.say(NEIGHBOUR, chunk((1, 0, 5)))
     peers.say(S_WORKER, take((1, 5)))
-    for message in (stored((1, 5, 1), step=1), Close(1), Open(4, 4)):
+    for message in (chunk((1, 5, 1)), Close(1), Open(4, 4)):
         failed = peers.from_peer(NEIGHBOUR, message)
         assert isinstance(failed, Failed) and "Hello" in failed.message
     busy = peers.from_peer(NEIGHBOUR, REPLICA)
@@ -117,7 +101,7 @@ def test_a_replica_that_came_too_late_takes_no_memory(peers: Peers, is_lost: boo
 @pytest.mark.parametrize("session", [0, 5])
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_a_stranger_takes_nothing(peers: Peers, session: int, is_lost: bool) -> None:
-    peers.step_from(NEIGHBOUR, stored((1, 0, 5)))
+    peers.say(NEIGHBOUR, chunk((1, 0, 5)))
     if is_lost:
         peers.lose(NEIGHBOUR)
     other = replace(OWN, holder=2, session=session, max_blocks=1)
@@ -134,17 +118,15 @@ def test_a_stranger_takes_nothing(peers: Peers, session: int, is_lost: bool) -> 
 class _Full(AttentionExecutor):
     """Has no memory."""
 
-    def compute(self, compute: Any) -> Any:
+    def place(self, place: Any) -> None:
         raise MemoryError("no more memory")
 
 
 def test_a_replica_that_lacks_what_its_books_say_is_not_taken_over(peers: Peers) -> None:
-    begin = stored((1, 0, 5))
-    peers.step_from(NEIGHBOUR, begin, num_layers=NUM_LAYERS - 1)
     executor, hub = _Full(num_threads=1), InprocHub[Any, Any]()
     executor.drop = lambda drop: None  # type: ignore[method-assign]
     ends = [connect(InprocHub(), "a peer", hub, "R-worker r7")[0] for _ in range(3)]
-    ends[NEIGHBOUR].send(attend(begin, NUM_LAYERS - 1))
+    ends[NEIGHBOUR].send(chunk((1, 0, 5)))
     assert serve_next(hub, RWorker(hub, peers.state, executor), None)
     assert isinstance(ends[NEIGHBOUR].poll(), Failed) and not hub.connections[NEIGHBOUR].is_open
     failed = peers.from_peer(S_WORKER, take((1, 5)))
@@ -172,7 +154,7 @@ def test_without_a_session_a_replica_goes_with_its_neighbour() -> None:
 
 
 def test_a_replica_that_nobody_feeds_is_begun_anew(peers: Peers) -> None:
-    peers.step_from(NEIGHBOUR, stored((1, 0, 5)))
+    peers.say(NEIGHBOUR, chunk((1, 0, 5)))
     peers.lose(NEIGHBOUR)
     assert isinstance(peers.from_peer(STRANGER, REPLICA), Welcome)
     assert peers.from_peer(STRANGER, Open(1, 5)) == Accepted(1)
@@ -207,10 +189,10 @@ def test_a_cache_with_a_replica_is_not_rolled_back_behind_its_back() -> None:
 
 
 def test_tokens_that_were_still_to_come_are_forgotten(peers: Peers) -> None:
-    peers.step_from(NEIGHBOUR, stored((1, 0, 5)))
-    peers.say(NEIGHBOUR, expectation({1: 3}))
+    peers.say(NEIGHBOUR, chunk((1, 0, 5)))
+    assert peers.from_peer(NEIGHBOUR, Open(4, 10, 8, parent_id=1)) == Accepted(4)
     peers.lose(NEIGHBOUR)
-    assert counts(peers.from_peer(S_WORKER, take((1, 9)))) == [5]
+    assert counts(peers.from_peer(S_WORKER, take((1, 9), (4, 9)))) == [5, 5]
 
 
 def test_a_sequence_that_can_not_be_rolled_back_is_closed(peers: Peers) -> None:
@@ -218,7 +200,6 @@ def test_a_sequence_that_can_not_be_rolled_back_is_closed(peers: Peers) -> None:
     for sequence in (2, 3):
         peers.say(NEIGHBOUR, Close(sequence))
     assert peers.from_peer(NEIGHBOUR, Open(4, 36)) == Accepted(4)
-    peers.say(NEIGHBOUR, expectation({4: 16}))
     assert peers.from_peer(NEIGHBOUR, Open(5, 16, 16, parent_id=4)) == Accepted(5)
     peers.lose(NEIGHBOUR)
     assert counts(peers.from_peer(S_WORKER, take((4, 16), (5, 16), (1, 3)))) == [-1, 0, 0]
@@ -234,7 +215,7 @@ def test_a_sequence_that_can_not_be_rolled_back_is_closed(peers: Peers) -> None:
     ],
 )
 def test_what_makes_no_sense_changes_nothing(peers: Peers, message: Any, reason: str) -> None:
-    peers.step_from(NEIGHBOUR, stored((1, 0, 5)))
+    peers.say(NEIGHBOUR, chunk((1, 0, 5)))
     failed = peers.from_peer(S_WORKER, message)
     assert isinstance(failed, Failed) and reason in failed.message
     assert peers.from_peer(NEIGHBOUR, Open(9, 4)) == Accepted(9), "it has its cache still"
@@ -267,15 +248,13 @@ def test_truncation_that_would_break_a_promise_is_refused() -> None:
         (Truncate(1, -1), "num_tokens"),
         (Truncate(9, 1), "not open"),
         (Truncate(2, 0), "open step"),
-        (Truncate(3, 0), "arriving"),
     ],
 )
 def test_truncations_that_make_no_sense(worker: Worker, message: Any, reason: str) -> None:
-    for sequence in (1, 2, 3):
+    for sequence in (1, 2):
         worker.answer(Open(sequence, 10))
     worker.run_step(step_of((1, 0, 5)))
     worker.tell(step_of((2, 0, 1), step=1))
-    worker.tell(expectation({3: 1}))
     worker.fails(message, reason)
 
 
@@ -295,10 +274,6 @@ def test_what_nobody_could_answer_is_noticed() -> None:
         with pytest.raises(ProtocolError, match=r"answered TakeOver|num_tokens has 1"):
             asked.check(wrong)
     assert asked.join([told(5, 7), told(4, 9), told(5, -1)]).num_tokens.tolist() == [4, -1]
-    stored = StoreChunk("", KV, ChunkForm.TOKENS, 0, 1, 0, 1, *[np.zeros(0)] * 3, np.zeros(8))
-    stored.check(ChunkStored(8))
-    with pytest.raises(ProtocolError, match="for 7 bytes, where 8 came"):
-        stored.check(ChunkStored(7))
 
 
 def test_a_replica_is_dropped_with_whoever_kept_it_up_to_date(peers: Peers) -> None:

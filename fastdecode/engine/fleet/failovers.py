@@ -288,7 +288,6 @@ class Failovers:
         if keeper is None:
             return False
         self._fleet.placement.move(holder, keeper)
-        self._ring.restore(holder)
         return True
 
     def taken_over(self, holder: HolderId, *, is_empty: bool) -> None:

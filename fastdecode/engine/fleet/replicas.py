@@ -80,8 +80,7 @@ class Replicas:
         self._ring_of = {member: ring for ring in self.rings for member in ring.circle}
         self.figures: Final = first.figures
         """Counts of what happened to replicas. Links are those of the first ring."""
-        self._session = options.session
-        self._begin_s = options.begin_s
+        self._options = options
         self._places: HubReplacements | None = None
         self._takeovers: dict[HolderId, _Takeover] = {}  # under way
 
@@ -94,9 +93,10 @@ class Replicas:
         """
         for ring in self.rings:
             ring.begin()
-        if self._begin_s and not look_until_found(lambda: self._has_begun or None, self._begin_s):
+        begin_s = self._options.begin_s
+        if begin_s and not look_until_found(lambda: self._has_begun or None, begin_s):
             raise WorkerError(
-                f"no replica of the device's KV cache was ready within {self._begin_s:g} s",
+                f"no replica of the device's KV cache was ready within {begin_s:g} s",
                 code=TIMEOUT,
             )
 
@@ -199,8 +199,11 @@ class Replicas:
         ids, counts = np.array(list(num_tokens), np.int64), list(num_tokens.values())
         self._takeovers[holder].asked = num_tokens
         self._takeovers[holder].asked_keys = keys
-        order = TakeOver(self._session, ids, np.array(counts, np.int32), keys=words_of(keys))
-        self._fleet.send(holder, order)
+        session, is_in_file = self._options.session, self._options.are_in_files
+        message = TakeOver(
+            session, ids, np.array(counts, np.int32), keys=words_of(keys), is_in_file=is_in_file
+        )
+        self._fleet.send(holder, message)
 
     def taken_over(self, holder: HolderId, answer: TakenOver) -> events.TakenOver | None:
         """Take in the answer of all members of a holder. Return None if some have to forget

@@ -26,7 +26,6 @@ from fastdecode.wire.blocks import (
     Replicate,
     Replicated,
     ReplicationNews,
-    Restore,
 )
 from fastdecode.wire.transport import TIMEOUT
 
@@ -224,13 +223,6 @@ class Ring:
         others = (one for one in circle[at + 1 :] + circle[:at] if placement[one] == one)
         return next((x for x in (HolderId(placement[holder]), *others) if x not in gone), None)
 
-    def restore(self, holder: HolderId) -> None:
-        """Ask the R-worker that a lost holder was moved to for reading the replica's file, if
-        it is in one."""
-        if self._is_in_file(holder):
-            order = Restore(self.options.session, self._links[holder], holder)
-            self._fleet.send(holder, order)
-
     def keep_again(self, holder: HolderId) -> None:
         """Let the R-worker that restored a holder from a file keep its replica there."""
         if self._is_in_file(holder):
@@ -288,7 +280,7 @@ class Ring:
             self._fleet.lose(holder, ProtocolError(text))
         elif news.link < number or holder not in self._keepers:
             pass  # of a link that is over
-        elif isinstance(news, Replicated):
+        elif not news.reason:
             self.protection.hear(news, last_step)
         else:
             name = self._fleet.peer(holder)

@@ -25,7 +25,7 @@ from fastdecode.engine.setup.workers import Reached
 from fastdecode.engine.stages.pool import StagePool
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Welcome
 from fastdecode.wire.stages import StageWelcome
-from rworker.stream.chunk_endpoints import LINK_BYTES
+from rworker.stream.mirror import LINK_BYTES
 from sworker.ranks.group import Ranks
 from sworker.swap.swapped import NUM_SLOTS
 

@@ -27,7 +27,6 @@ from fastdecode.wire.blocks import (
     Inventory,
     Refused,
     Replicate,
-    Restore,
     TakenOver,
     TakeOver,
 )
@@ -45,7 +44,7 @@ from fastdecode.wire.stages import (
 )
 from fastdecode.wire.traits import THE_ONLY
 
-Relayed: TypeAlias = Room | Replicate | Restore | TakeOver | DropCache
+Relayed: TypeAlias = Room | Replicate | TakeOver | DropCache
 """What the first stage sends a later one's R-worker."""
 
 

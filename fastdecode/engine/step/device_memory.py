@@ -17,10 +17,10 @@ from torch import Tensor
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.blocks import ChunkForm, FetchChunk, ReadBlocks, StoreChunk
+from fastdecode.wire.blocks import ChunkForm
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.codec import Array
-from rworker.stream.chunks import ChunkShape, layout_of, sides_of, slots_of
+from rworker.stream.chunks import ChunkShape
 from rworker.stream.stored_rows import StoredRows
 from sworker.buffers import to_device
 from sworker.device import Gpu
@@ -71,37 +71,33 @@ class DeviceMemory:
             self._rows(part, block).zero_()
         self._on_write(np.array([block]))
 
-    def read_chunk(self, request: FetchChunk | ReadBlocks, places: NDArray[np.int64]) -> Array:
-        """A chunk's data, uint8 [B]. It holds for as long as it is referred to.
+    def read_chunk(self, shape: ChunkShape, places: NDArray[np.int64]) -> Array:
+        """Return a chunk's data, uint8 [B]. It holds for as long as it is referred to.
 
         Args:
-            places: where that is, as ``PlaceChunk`` has it.
+            places: as ``PlaceChunk`` has them.
         """
-        cache, (layers, heads) = self._stored(), sides_of(request)
-        there = self._there(request, places)
+        cache = self._stored()
+        layers, heads, there = self._there(shape, places)
         rows = _as_stored(cache.pool[layers, :, there, heads].cpu(), cache.kv)
         scales = None
         if cache.scales is not None:
             scales = cache.scales[layers, :, there, heads].cpu().numpy()
-        data = self._buffers.take(ChunkShape.of(layout_of(cache.kv), request).num_bytes)
-        StoredRows(rows, scales).write(cache.kv, request, data)
+        data = self._buffers.take(shape.num_bytes)
+        StoredRows(rows, scales).write(shape, data)
         return data
 
-    def place_chunk(self, chunk: StoreChunk, places: NDArray[np.int64]) -> None:
-        """Write a chunk.
-
-        Args:
-            places: where it goes, as ``PlaceChunk`` has it.
-        """
-        cache, (layers, heads) = self._stored(), sides_of(chunk)
-        there = self._there(chunk, places)
-        stored = StoredRows.of(cache.kv, chunk, len(there))
+    def place_chunk(self, shape: ChunkShape, places: NDArray[np.int64], data: Array) -> None:
+        """Write a chunk. ``places``: as ``PlaceChunk`` has them."""
+        cache = self._stored()
+        layers, heads, there = self._there(shape, places)
+        stored = StoredRows.of(shape, data)
         rows = _as_held(torch.from_numpy(stored.rows), cache.kv)
         cache.pool[layers, :, there, heads] = rows.to(cache.pool.device)
         if cache.scales is not None and stored.scales is not None:
             scales = torch.from_numpy(stored.scales)
             cache.scales[layers, :, there, heads] = scales.to(cache.pool.device)
-        is_whole = chunk.form is ChunkForm.BLOCKS
+        is_whole = shape.form is ChunkForm.BLOCKS
         self._on_write(places if is_whole else places // self._block_size)
 
     @property
@@ -126,12 +122,13 @@ class DeviceMemory:
         """Of a block, in one layer."""
         return 2 * self._block_size * part[0, 0, 0].nbytes
 
-    def _there(
-        self, chunk: FetchChunk | ReadBlocks | StoreChunk, places: NDArray[np.int64]
-    ) -> Tensor:
-        """Slots on the device."""
-        slots = torch.from_numpy(slots_of(chunk.form, places, self._block_size))
-        return to_device(slots, self._device, self._gpu)
+    def _there(self, shape: ChunkShape, places: NDArray[np.int64]) -> tuple[slice, slice, Tensor]:
+        """Return a chunk's layers and heads, and its slots on the device."""
+        if shape.form is ChunkForm.BLOCKS:
+            places = (places[:, None] * self._block_size + np.arange(self._block_size)).reshape(-1)
+        slots = to_device(torch.from_numpy(places), self._device, self._gpu)
+        layers, heads = (slice(side.start, side.stop) for side in (shape.layers, shape.heads))
+        return layers, heads, slots
 
 
 def _as_stored(rows: Tensor, kv: KVSpec) -> NDArray[Any]:

@@ -139,6 +139,7 @@ class ReachedDevice(DeviceWorker):
         self._thread.join(_ENDS_WITHIN_S)
         with self._changed:
             super().close()
+            self._changed.notify_all()  # what waits for an answer gets none
 
     def _wait(self, timeout_s: float | None) -> None:
         """Until the thread has an answer, or so long that a tier may have moved blocks.

@@ -116,10 +116,10 @@ class TorchExecutor:
         raise ProtocolError("a KV cache on a device cannot do Compute")
 
     def place(self, place: PlaceChunk) -> None:
-        self._memory_of(place.holder).place_chunk(place.chunk, place.places)
+        self._memory_of(place.holder).place_chunk(place.shape, place.places, place.data)
 
     def read(self, read: ReadChunk) -> Array:
-        return self._memory_of(read.holder).read_chunk(read.request, read.places)
+        return self._memory_of(read.holder).read_chunk(read.shape, read.places)
 
     def _stored(self, holder: HolderId) -> Callable[[], StoredKV]:
         """Return what gives a holder's K and V, between two steps."""
