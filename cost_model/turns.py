@@ -87,8 +87,8 @@ class Tier:
         held = np.flatnonzero(self._rows[1])
         if not len(held):
             return None
-        first_costs, counts, last_s = self._rows[:, held]
-        scores = self._policy.score(first_costs, counts, last_s, now_s)
+        first_costs, _, last_s = self._rows[:, held]
+        scores = self._policy.score(first_costs, last_s, now_s)
         conversation = int(held[np.argmin(scores)])
         blocks = self._held[conversation]
         leaving = self._policy.leaving(blocks)

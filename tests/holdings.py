@@ -27,7 +27,6 @@ def victim_of(
     scores = [
         policy.score(
             policy.cost_of((each.blocks[0] + 1) * block_size),
-            float(len(each.blocks)),
             each.last_s,
             now_s,
         )

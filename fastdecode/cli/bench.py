@@ -13,6 +13,7 @@ from typing import Any
 
 from cost_model.numbers import at_most
 from fastdecode.cli.options import (
+    EXIT_NO,
     EXIT_SOME_FAILED,
     add_options,
     add_status_option,
@@ -25,8 +26,6 @@ from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.files import write_json
 from fastdecode.core.measurement import RProfile, SProfile
 from fastdecode.measure.serving import KEY_VARIABLE, TIMEOUT_S
-
-EXIT_OFF = 1
 
 
 @dataclass(frozen=True)
@@ -169,4 +168,4 @@ def _report(asked: Comparison, ran: dict[str, int], found: dict[str, tuple[float
             values = f"{predicted * factor:>12.3f} {measured * factor:>12.3f}"
             mark = "" if at_most(abs(errors[name]), asked.tolerance) else "   beyond the tolerance"
             print(f"{shown:<14} {values}   {errors[name]:+.1%}{mark}")
-    return 0 if good else EXIT_OFF
+    return 0 if good else EXIT_NO

@@ -9,14 +9,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.options import add_options
+from fastdecode.cli.options import EXIT_NO, add_options
 from fastdecode.core.config.options import REQUIRED, option, switch
 
 if TYPE_CHECKING:
     from fastdecode.conversations.store import Contents
     from rworker.tiers.inspection import KeptBlocksOnDisk
-
-EXIT_DAMAGED = 1
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def run_cache(args: argparse.Namespace) -> int:
     else:
         lines = _lines(found)
         print(*(lines[-1:] if args.verify else lines), sep="\n")
-    return EXIT_DAMAGED if found.damage and not args.clear else 0
+    return EXIT_NO if found.damage and not args.clear else 0
 
 
 def _of_blocks(args: argparse.Namespace) -> int:
@@ -82,7 +80,7 @@ def _of_blocks(args: argparse.Namespace) -> int:
         for each in found:
             print("\n".join(_block_lines(each, was_verified=args.verify)))
     is_damaged = any(each.damage for each in found)
-    return EXIT_DAMAGED if is_damaged and not args.clear else 0
+    return EXIT_NO if is_damaged and not args.clear else 0
 
 
 def _block_lines(found: KeptBlocksOnDisk, *, was_verified: bool) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 from msgspec import Struct, structs
 
 from fastdecode.cli.launch import find_mpirun, vendor_of_mpirun
-from fastdecode.cli.options import add_exit_code_option, add_options, read_options
+from fastdecode.cli.options import EXIT_NO, add_exit_code_option, add_options, read_options
 from fastdecode.conversations.store import FILE, inspect
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.options import option, switch
@@ -42,7 +42,6 @@ from fastdecode.measure.link import NeighbourFacts, RConnection, examine_neighbo
 from fastdecode.wire.mpi.job import join
 from fastdecode.wire.mpi.ranks import S_RANK, StageRanks, launched_size
 
-EXIT_FAILED = 1
 T = TypeVar("T")
 _LEVELS = ("PASS", "WARN", "FAIL")
 _LITTLE_DISK_GB = 0.5
@@ -111,7 +110,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     else:
         counts = [(sum(x.level == level for x in findings), level) for level in _LEVELS]
         print(", ".join(f"{count} {level}" for count, level in counts))
-    return EXIT_FAILED if any(x.level == "FAIL" for x in findings) else 0
+    return EXIT_NO if any(x.level == "FAIL" for x in findings) else 0
 
 
 def _examine(

@@ -36,7 +36,6 @@ from fastdecode.wire.mpirun_line import JobHost, JobLine, Vendor, parse_hosts, v
 
 COMMANDS = ("generate", "run-batch", "serve", "doctor", "calibrate")
 _OF_INSTANCES = ("generate", "run-batch", "serve")
-_LOCAL = ("localhost", "127.0.0.1")
 _LOOK_S = 1.0
 _ENDING_S = 20.0  # mpirun may take this long to end after the S-worker has reported
 _TERMINATING_S = 5.0
@@ -112,7 +111,7 @@ def run_launch(args: argparse.Namespace) -> int:
         hosts = (JobHost("localhost", sum(each.num_places for each in instances)),)
     if job.command in _OF_INSTANCES and job.prompt_pp and not instances:
         instances, hosts = _prompts_apart(job, hosts)
-    is_here = (options.s_host or hosts[0].name) in (*_LOCAL, socket.gethostname())
+    is_here = (options.s_host or hosts[0].name) in ("localhost", "127.0.0.1", socket.gethostname())
     reports = is_here and not options.dry_run and job.command != "calibrate"
     _check(job, files=reports)
     if reports:  # the S-worker reports to us, and the user's file gets our exit code

@@ -163,7 +163,7 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
         # The command has done nothing: 3 is for a request among others.
         return 2 if isinstance(error, (RequestError, CapacityError)) else error.exit_code
     except KeyboardInterrupt:
-        tell(f"fastdecode {args.command}: interrupted; what was done is in the output")
+        tell(f"fastdecode {args.command}: interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of stdout has closed it.

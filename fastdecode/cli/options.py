@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 EXIT_UNEXPECTED = 1
-EXIT_INFEASIBLE = 1  # A question has an answer: what was asked for is impossible
+EXIT_NO = 1  # to a question: infeasible, damaged, beyond a tolerance, or unfit for a job
 EXIT_SOME_FAILED = 3
 EXIT_WORKERS_LOST = 4
 _METAVARS = {"GB": "GB", "s": "S"}
@@ -290,13 +290,15 @@ def model_defaults(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_engine_options(
-    parser: argparse._ActionsContainer, defaults: Mapping[str, str] = MappingProxyType({})
+    parser: argparse._ActionsContainer, defaults: Mapping[str, object] = MappingProxyType({})
 ) -> None:
-    """Draw the options of ``EngineConfig``, each of its groups as a group."""
+    """Draw the options of ``EngineConfig``, each of its groups as a group, with the command's own
+    ``defaults``."""
     from fastdecode.core.config.engine import GROUPS
 
     for title, group in zip(_TITLES, GROUPS.values(), strict=True):
         add_options(parser, group, title, defaults=defaults)
+    parser.set_defaults(**defaults)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.wire.mpi.ranks import repeats_other_rank
 
 ALL = "all"
-_LIKENESS = 0.66  # likeness of an unknown option to the one that was meant
+_LIKENESS = 0.66  # likeness of an unknown option or choice to the one that was meant
 
 
 class RareHelp(str):
@@ -32,7 +32,6 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         formatter = partial(argparse.HelpFormatter, width=100, max_help_position=28)
         super().__init__(**options, allow_abbrev=False, formatter_class=formatter, add_help=False)
-        self.suggest_on_error = True  # from Python 3.14 on
         self._positionals.title = "arguments"
         self.add_argument(
             "-h",
@@ -67,6 +66,15 @@ class Parser(argparse.ArgumentParser):
             action.required = False
         for group in self._mutually_exclusive_groups:
             group.required = False
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is not one of the choices, and suggest the nearest."""
+        choices = [str(each) for each in action.choices or ()]
+        near = difflib.get_close_matches(str(value), choices, 1, _LIKENESS)
+        if near and str(value) not in choices:
+            hint = f"did you mean {near[0]}?"
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}: {hint}")
+        super()._check_value(action, value)
 
     def _refuse_unknown(self, words: Sequence[str]) -> None:
         """Check the words before ``--``, which separates another command."""

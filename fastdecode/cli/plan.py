@@ -14,7 +14,7 @@ from cost_model.hardware import Hardware
 from cost_model.plans.question import MAX_SOCKETS, Setup
 from cost_model.workload import Workload
 from fastdecode.cli.options import (
-    EXIT_INFEASIBLE,
+    EXIT_NO,
     add_log_level_option,
     add_options,
     given,
@@ -126,7 +126,7 @@ def run_goodput(args: argparse.Namespace) -> int:
         print(as_text(found, explain=args.explain))
     if args.emit is not None:
         _emit(args.emit, question, found)
-    return 0 if found.best is not None else EXIT_INFEASIBLE
+    return 0 if found.best is not None else EXIT_NO
 
 
 def _emit(path: Path, question: Question, found: Answer) -> None:
@@ -288,7 +288,7 @@ def run_disaggregate(args: argparse.Namespace) -> int:
         _need(args, *given(args, Swapping))
         swap = read_options(args, Swapping)
     print(json_text(as_json(asked, swap)) if args.json else as_text(asked, swap))
-    return EXIT_INFEASIBLE if asked and asked.machines > 1 and not asked.best else 0
+    return EXIT_NO if asked and asked.machines > 1 and not asked.best else 0
 
 
 def _fill(args: argparse.Namespace) -> None:

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from fastdecode.server.serving import Ending, HttpProcess
 
 COMMAND = "fastdecode serve"
-EXPECTED_OUTPUT_TOKENS = 256
-LENGTH_QUANTILE = 0.9
 ENDS_WITHIN_S = 60.0  # longest time for the step in flight once all requests are answered
 
 
@@ -64,10 +62,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     add_options(server, ServeOptions)
     add_status_option(server)
-    add_engine_options(parser, {
-        "length_quantile": str(LENGTH_QUANTILE),
-        "expected_output_tokens": str(EXPECTED_OUTPUT_TOKENS),
-    })  # fmt: skip
+    # Reserve room for expected lengths: without max_tokens a request's limit is the model's.
+    add_engine_options(parser, {"length_quantile": 0.9, "expected_output_tokens": 256})
     add_options(parser.add_argument_group("conversations"), Keeping)
     add_sampling_options(parser, "requests", has_chats=True)
     add_exit_code_option(parser)
@@ -141,11 +137,6 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def _start(args: argparse.Namespace, signals: Signals) -> int:
-    # Reserve room for expected lengths: without max_tokens a request's limit is the model's.
-    if args.length_quantile is None:
-        args.length_quantile = LENGTH_QUANTILE
-    if args.expected_output_tokens is None:
-        args.expected_output_tokens = EXPECTED_OUTPUT_TOKENS
     config = check_engine_options(args)
     options = read_options(args, ServeOptions)
     check_paths(STANDARD, status=args.status)

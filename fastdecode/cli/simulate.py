@@ -34,7 +34,7 @@ class Conversations:
         '"num_prompt_tokens": 24, "num_output_tokens": 8, "arrival_s": 0}; show what policies keep '
         "in --kv-tokens, move down, drop, and recompute"
     )
-    cache_policy: str = option("retention,lru,size-idle", "policies to compare", metavar="NAMES")
+    cache_policy: str = option("retention,lru", "policies to compare", metavar="NAMES")
     lower_kv_tokens: int = option(0, "tokens that a lower tier holds", low=0, high=1 << 40)
     swap_threshold: float = option(
         0.25, "move blocks down while less than this share of all is free", low=0, high=1,

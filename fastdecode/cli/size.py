@@ -13,7 +13,7 @@ from cost_model.plans.question import Goal, Prices, Setup
 from cost_model.shapes import known_models, read_model
 from cost_model.stages import MAX_IO_THREADS, TRANSPORTS
 from cost_model.workload import Workload
-from fastdecode.cli.options import EXIT_INFEASIBLE, add_options, given, read_options, tell
+from fastdecode.cli.options import EXIT_NO, add_options, given, read_options, tell
 from fastdecode.cli.parser import add_model
 from fastdecode.core.config.options import REQUIRED, option, switch
 from fastdecode.core.config.s_part import MAX_PP
@@ -197,7 +197,7 @@ def run_size(args: argparse.Namespace) -> int:
         save_plot(sizing, args.plot)
     if args.emit is not None:
         _emit(sizing, args.emit, args.model)
-    return 0 if sizing.feasible else EXIT_INFEASIBLE
+    return 0 if sizing.feasible else EXIT_NO
 
 
 def _print_choices(
@@ -247,7 +247,7 @@ def _print_choices(
         print(json_text({"format": "fastdecode.choices", "version": 1, **tree}))
     else:
         print(choices_text(ways, f"{args.model} on {what}, by {by}", prices))
-    return 0 if ways.found else EXIT_INFEASIBLE
+    return 0 if ways.found else EXIT_NO
 
 
 def read_setup(

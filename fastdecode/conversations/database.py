@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.os_errors import explained
 
 _BESIDE: Final = ("-wal", "-shm")
@@ -94,22 +94,22 @@ class Database:
 
 
 @contextlib.contextmanager
-def refusing(path: Path, what: str) -> Iterator[None]:
-    """Turn errors of ``Database`` into ConfigErrors. ``what`` names the content of the file."""
+def refusing(path: Path, what: str, place: str | Given = "place") -> Iterator[None]:
+    """Turn errors of ``Database`` into ConfigErrors. The option ``place`` decides on ``path``."""
+    words: tuple[str | Given, ...] = ("give another ", place)
     try:
         yield
         return
     except OtherFileError:
-        why = f"{path} holds no {what} of this version: name another place for them"
+        words = (f"{path} holds no {what} of this version: ", *words)
     except BlockingIOError:
-        why = f"another process keeps {what} in {path}: wait for it to end, or name another place"
+        words = (f"another process keeps {what} in {path}: wait for it to end, or ", *words)
     except (OSError, sqlite3.OperationalError) as error:
-        shown = explained(error) if isinstance(error, OSError) else error
-        why = f"can't keep {what} in {path}: {shown}"
+        shown = explained(error) if isinstance(error, OSError) else str(error)
+        words = (f"can't keep {what} in {path}: {shown}",)
     except sqlite3.Error as error:
-        why = f"{path} is damaged ({error}), and not by a crash: restore the file"
-        why += f", or name another place for {what}"
-    raise ConfigError(why)
+        words = (f"{path} is damaged ({error}), and not by a crash: restore the file, or ", *words)
+    raise ConfigError(*words)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from fastdecode.conversations import database
 from fastdecode.conversations.turns import History, HistoryStep, Spelled, digest_of
-from fastdecode.core.errors import ConfigError, FastDecodeError
+from fastdecode.core.errors import ConfigError, FastDecodeError, Given
 from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file
 
 FILE: Final = "conversations.sqlite"
@@ -66,6 +66,7 @@ class ConversationStore:
     Args:
         identity: ``identity_of`` the model. A file of another one is refused.
         counts: True for the name of a turn that counts. Other turns are deleted.
+        option: Option that decides where the file is.
         sync_turns, sync_s: Turns, and seconds, after which all survive a power cut.
 
     Raises:
@@ -79,13 +80,14 @@ class ConversationStore:
         identity: bytes,
         *,
         counts: Callable[[str], bool] = lambda name: True,
+        option: str = "conversations",
         sync_turns: int = 100,
         sync_s: float = 5.0,
     ) -> None:
         self._path, self._sync_turns, self._sync_s = path, sync_turns, sync_s
         self._num_unsynced, self._synced_s = 0, time.monotonic()
         self._is_closed = False
-        with database.refusing(path, "conversations"):
+        with database.refusing(path, "conversations", Given(option)):
             self._database = database.Database(path, _KIND, _SCHEMA)
             try:
                 execute = self._database.execute
@@ -93,10 +95,8 @@ class ConversationStore:
                 if found is None:
                     execute("INSERT INTO model VALUES (?)", identity)
                 elif found != (identity,):
-                    raise ConfigError(
-                        f"{path} holds conversations with another model or tokenizer: use that "
-                        "one, or name another place for them"
-                    )
+                    text = f"{path} holds conversations with another model or tokenizer: use that "
+                    raise ConfigError(text + "one, or give another ", Given(option))
                 self.over = {digest for (digest,) in execute("SELECT digest FROM over")}
                 """Digests of the ids that are over, as the file had them."""
                 self.kept, names, dropped = _replay(execute(_TURNS), counts)

@@ -149,9 +149,8 @@ class Journal:
         self.sync_if_due()
 
     def sync_if_due(self) -> None:
-        if self._num_unsynced >= self._sync_lines or (
-            self._num_unsynced and self._clock() - self._unsynced_since >= self._sync_s
-        ):
+        is_late = self._clock() - self._unsynced_since >= self._sync_s
+        if is_late or self._num_unsynced >= self._sync_lines:
             self.sync()
 
     def sync(self) -> None:

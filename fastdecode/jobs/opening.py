@@ -68,12 +68,12 @@ def open_job(
                 f"the run before ended in the middle of a line: {recovered.num_torn_bytes} bytes "
                 "were cut off"
             )
-
         if not recovered.done:
             database.remove(turns_path)
         turns = None
         if found.num_turns:
-            turns = ConversationStore(turns_path, identity_of(model), counts=recovered.has)
+            identity = identity_of(model)
+            turns = ConversationStore(turns_path, identity, counts=recovered.has, option="output")
             undo.callback(turns.close)
             journal.before_sync = turns.sync
         session = _session(options, config, recovered, tell)

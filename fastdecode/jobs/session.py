@@ -23,7 +23,7 @@ from msgspec import Meta, MsgspecError, Struct, field
 from msgspec.json import Decoder, Encoder
 
 from fastdecode.conversations import database
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.os_errors import explained
 from fastdecode.core.resuming import BegunRequest, HeldSequence, begun_requests, known_tokens
 from fastdecode.core.sequence import Sequence as TokenSequence
@@ -125,7 +125,7 @@ class JobSession:
                     self.held.append(replace(each, parts=parts))
         self.begun: dict[str, BegunRequest] = begun_requests(self.held)
         if found is None:
-            with database.refusing(path, "a job's session"):
+            with database.refusing(path, "a job's session", Given("output")):
                 self._write(())
 
     @property
@@ -186,7 +186,7 @@ class JobSession:
 
     def _open(self) -> database.Database:
         """Open the file, in place of one that is damaged or another program's."""
-        with database.refusing(self._path, "a job's session"):
+        with database.refusing(self._path, "a job's session", Given("output")):
             try:
                 return database.Database(self._path, _KIND, _SCHEMA)
             except sqlite3.OperationalError:  # a full disk, for example: the file may be whole

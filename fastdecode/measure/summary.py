@@ -169,7 +169,7 @@ def _hybrid(s: dict[str, Any]) -> str:
     if set(steps) == {"gpu-only"} and not closed:
         told += " (R-workers were not needed, or would not have paid, as with --kv-placement gpu)"
     if "R-only" in steps:
-        told += "; R-only: R-workers alone, where the device would have delayed them"
+        told += "; R-only: R-workers alone, while no sequence was on the device"
     if closed:
         told += (
             f"; {closed} time(s) new sequences stayed on the device for a while, since R-workers "

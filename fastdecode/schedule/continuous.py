@@ -78,7 +78,7 @@ class ContinuousScheduler:
         """Sequences by id that run no more, and keep what they have reserved."""
         self.waiting = WaitingQueue(self.lanes[0].admission.order)
         if hybrid is not None:
-            hybrid.attach(lambda: (self.lanes, list(self.waiting)))
+            hybrid.view = lambda: (self.lanes, list(self.waiting))
 
     @property
     def num_running(self) -> int:

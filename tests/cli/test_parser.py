@@ -121,6 +121,7 @@ def test_an_unknown_group_is_refused_with_those_there_are(
         (["m", "--input", "f", "--count", "x"], "argument --count: invalid int value: 'x'"),
         (["m", "--input", "f", "--share", "x"], "'x' is no time: give seconds, or like 5ms"),
         (["m", "--input", "f", "--mode", "x"], "argument --mode: invalid choice: 'x'"),
+        (["m", "--input", "f", "--mode", "slwo"], "invalid choice: 'slwo': did you mean slow?"),
         (["m", "-i", "f", "--first", "--second"], "not allowed with argument --first"),
         (["m", "--model", "n", "-i", "f"], "not allowed with argument"),
     ],
@@ -146,6 +147,7 @@ def test_subcommands_are_parsed_alike(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         top.parse_args(["run", "--sead", "3"])
     assert "top run: error: unknown option --sead: did you mean --seed?" in capsys.readouterr().err
+    assert "invalid choice: 'generat': did you mean generate?" in ended(["generat"], capsys)
 
 
 @pytest.mark.parametrize("command", ["generate", "run-batch", "serve"])

@@ -118,7 +118,10 @@ def test_it_serves_one_after_another_under_a_key(
                 for x, y in zip(converse(hub.add(address)), expected, strict=True)
             )
             hub.close()
-        assert job.processes()
+        job.process.send_signal(signal.SIGINT)
+        outcome = job.wait()
+    assert outcome.exit_code == 130 and not outcome.orphans
+    assert outcome.output.splitlines()[-1] == "fastdecode r-worker: interrupted"
 
 
 def test_it_ends_when_its_s_worker_is_killed() -> None:

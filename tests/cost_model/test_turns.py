@@ -29,14 +29,14 @@ def played(
     return tiers
 
 
-def test_three_conversations_and_the_first_gives_up_its_trailing_half() -> None:
+def test_the_conversation_idle_for_longest_moves_its_end_down() -> None:
     events: list[Event] = [(0, "A", 24, 8), (10, "B", 12, 4), (20, "C", 4, 4)]
-    tiers = played(events, "size-idle", 64, 1 << 20)
+    tiers = played(events, "lru", 64, 1 << 20, size=8)
     assert tiers.rows == [
         [0, "run", "A", 0, 0, 24, 8],
         [10, "run", "B", 0, 0, 12, 4],
         [20, "run", "C", 0, 0, 4, 4],
-        [20, "swap_out", "A", 16],
+        [20, "swap_out", "A", 8],
     ]
 
 
@@ -45,37 +45,39 @@ def test_who_returns_brings_up_what_was_moved_down() -> None:
         (0, "A", 200, 56), (10, "B", 100, 28), (20, "C", 310, 90), (30, "D", 200, 56),
         (40, "A", 20, 44),
     ]  # fmt: skip
-    tiers = played(events, "size-idle", 1024, 2048)
+    tiers = played(events, "lru", 1024, 2048, size=64)
     assert tiers.rows == [
         [0, "run", "A", 0, 0, 200, 56],
         [10, "run", "B", 0, 0, 100, 28],
         [20, "run", "C", 0, 0, 310, 90],
-        [20, "swap_out", "A", 128],
+        [20, "swap_out", "A", 64],
         [30, "run", "D", 0, 0, 200, 56],
-        [30, "swap_out", "C", 200],
-        [40, "run", "A", 128, 0, 20, 44],
-        [40, "swap_out", "C", 100],
+        *[[30, "swap_out", "A", 64]] * 3,
+        [30, "swap_out", "B", 64],
+        [40, "run", "A", 256, 0, 20, 44],
         [40, "swap_out", "B", 64],
+        [40, "swap_out", "C", 16],
+        *[[40, "swap_out", "C", 64]] * 3,
     ]
     final = {name: tiers.tokens_of(name) for name in "ABCD"}
-    assert final == {"A": (320, 0, 0), "B": (64, 64, 0), "C": (100, 300, 0), "D": (256, 0, 0)}
+    assert final == {"A": (320, 0, 0), "B": (0, 128, 0), "C": (192, 208, 0), "D": (256, 0, 0)}
 
 
-def test_a_full_lower_tier_drops_the_larger_half_and_turns_recompute_it() -> None:
+def test_a_full_lower_tier_drops_blocks_and_turns_recompute_them() -> None:
     events: list[Event] = [(0, "A", 24, 8), (10, "B", 12, 4), (20, "C", 4, 4), (30, "B", 8, 4)]
-    tiers = played([*events, (40, "A", 1, 1)], "size-idle", 64, 20)
+    tiers = played([*events, (40, "A", 1, 1)], "lru", 64, 12, size=4)
     rows = [row for row in tiers.rows if row[0] >= 20]
     assert rows == [
         [20, "run", "C", 0, 0, 4, 4],
-        [20, "swap_out", "A", 16],
+        *[[20, "swap_out", "A", 4]] * 2,
         [30, "run", "B", 0, 0, 8, 4],
-        [30, "drop", "A", 8],
-        [30, "swap_out", "A", 8],
-        [40, "run", "A", 16, 8, 1, 1],
-        [40, "swap_out", "B", 14],
-        [40, "swap_out", "C", 4],
-        [40, "drop", "B", 7],
-        [40, "swap_out", "B", 7],
+        [30, "swap_out", "A", 4],
+        *[[30, "drop", "A", 4], [30, "swap_out", "A", 4]] * 2,
+        [40, "run", "A", 12, 8, 1, 1],
+        *[[40, "swap_out", "C", 4]] * 2,
+        [40, "swap_out", "B", 4],
+        *[[40, "drop", "C", 4], [40, "swap_out", "B", 4]] * 2,
+        *[[40, "drop", "B", 4], [40, "swap_out", "B", 4]],
     ]
 
 
@@ -113,14 +115,15 @@ def test_the_command_tells_rows_and_totals(
     )
     line = ["simulate", "--trace", str(trace), "--instant", "--kv-tokens", "64"]
     line += ["--block-size", "1", "--lower-kv-tokens", "64", "--json"]
-    assert main([*line, "--cache-policy", "size-idle"]) == 0
+    assert main([*line, "--cache-policy", "lru"]) == 0
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert told["size-idle"]["rows"][-1] == [20, "swap_out", "A", 16]
+    assert told["lru"]["rows"][-1] == [20, "swap_out", "A", 1]
     assert main(line) == 0
     assert list(json.loads(capsys.readouterr().out)) == list(POLICIES)
     assert main(line[:-1]) == 0
     assert "retention" in capsys.readouterr().out
-    assert main([*line, "--cache-policy", "best"]) == 2
+    assert main([*line, "--cache-policy", "size-idle"]) == 2
+    assert "Choose from retention, lru" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

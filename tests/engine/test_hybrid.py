@@ -37,11 +37,11 @@ def tokens(llm: LLM) -> Tokens:
     return [[c.token_ids for c in output.completions] for output in outputs]
 
 
-def always(layout: Layout, *, home_is_open: bool = True) -> Rule:
+def always(layout: Layout) -> Rule:
     """Whoever waits goes to R-workers."""
 
     def rule(known: Known, now: Course, costs: Costs, error: float) -> Course:
-        return Course(layout, len(known.waiting), home_is_open)
+        return Course(layout, len(known.waiting))
 
     return rule
 
@@ -156,13 +156,6 @@ def _is_kept_away_alone(llm: LLM, prompt: list[int]) -> bool:
     holders = {reuse.holders[0] for reuse in found}
     scheduler.ledger.cache.chains.end(looked)
     return bool(holders) and scheduler.hybrid._device not in holders
-
-
-def test_r_workers_may_have_all(expected: Callable[[str], Tokens], llama: str) -> None:
-    with hybrid(llama, always(Layout.SPLIT, home_is_open=False)) as llm:
-        for _ in range(2):
-            assert tokens(llm) == expected("llama")
-        assert steps_of(llm)["R-only"] > 0
 
 
 def test_what_fits_on_the_device_sends_no_r_worker_a_step(

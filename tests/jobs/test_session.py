@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from full_disk import files_of_at_most
 
+from fastdecode.cli.options import as_typed
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId, Part, PartId, Residence, SequenceId
 from fastdecode.core.resuming import HeldSequence
@@ -77,6 +78,9 @@ def test_only_its_owner_may_read_it_and_it_goes_with_the_job(tmp_path: Path) -> 
     session = opened(path)
     session.begin()
     assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError) as refused:
+        opened(path)
+    assert as_typed(refused.value, {"output": "--output"}).endswith("or give another --output")
     session.close(is_over=False)
     assert path.exists()
     again = opened(path)

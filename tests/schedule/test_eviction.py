@@ -11,7 +11,7 @@ from published_configs import LLAMA2_7B, MISTRAL_7B
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.schedule.cache.blocks import Index
 from fastdecode.schedule.cache.costs import CostTable, costs_of
-from fastdecode.schedule.cache.retention import LeastRecent, Retention, SizeIdle, is_short
+from fastdecode.schedule.cache.retention import LeastRecent, Retention, is_short
 
 SIZE = 32
 COSTS = CostTable({32: 1.0, 1024: 2.0})
@@ -143,15 +143,9 @@ def test_costs_are_linear_between_what_was_measured_and_beyond() -> None:
     assert MEASURED(8192) == pytest.approx(1.96) and MEASURED(1) < MEASURED(32)
 
 
-def test_size_and_idle_time_choose_whose_trailing_half_goes() -> None:
-    """Scores 10,000, 18,000 and 12,000; the least recent is C, the largest A."""
+def test_the_end_of_what_was_idle_for_longest_goes_first() -> None:
     tokens = {"A": (1000, 90), "B": (300, 40), "C": (100, -20)}
     holdings = [Holding(name, list(range(n)), last) for name, (n, last) in tokens.items()]
-    victim = victim_of(SizeIdle(), holdings, 100, 1)
-    assert victim is not None and victim[0].name == "B"
-    assert victim[1] == list(range(150, 300))
-    odd = victim_of(SizeIdle(), [Holding("odd", [0, 1, 2], 0)], 9, 1)
-    assert odd is not None and odd[1] == [1, 2], "rounded up"
     oldest = victim_of(LeastRecent(), holdings, 100, 1)
     assert oldest is not None and (oldest[0].name, oldest[1]) == ("C", [99])
 

@@ -13,10 +13,12 @@ from drawn_hybrid import DrawnCase, draw, judge, simulate
 
 from examples import examples
 from fastdecode.core.config.groups import Batching
+from fastdecode.schedule.hybrid import forecast
 from fastdecode.schedule.hybrid.control import HybridCounts, HybridGuard, HybridOptions
 from fastdecode.schedule.hybrid.forecast import (
     Costs,
     Course,
+    Guess,
     Known,
     Layout,
     Work,
@@ -70,21 +72,17 @@ def test_who_has_been_kept_away_goes_there_if_that_spares_enough(
     dear = replace(costs(r_s=1e-9, round_trip_s=1e-5), s_part=lambda n: 0.010 + 1e-3 * n)
     course = choose(idle, NOW, dear, 0.0)
     assert (course.num_away == 1) is goes
-    assert num_leaving(idle, replace(course, num_away=1)) == (num_reused > 0)
+    assert num_leaving(idle, 1) == (num_reused > 0)
 
 
-def test_r_workers_that_are_faster_than_the_device_get_all() -> None:
-    fast = replace(costs(r_s=1e-10, round_trip_s=0.0), device=lambda load: 1e-3 * load)
-    some = replace(known(8, 64), away_free=(256,), away_blocks=(256,))
-    course = choose(some, NOW, fast, 0.0)
-    assert course.num_away == 16 and not course.home_is_open
-
-
-def test_another_layout_has_to_save_something_while_somebody_is_away() -> None:
+def test_another_layout_has_to_save_something_while_somebody_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forecast, "LEAST_GAIN", 10.0)
     # At balance of both layouts, nothing changes.
     same = known(64, 0, num_away=64)
     for layout in Layout:
-        found = choose(same, Course(layout), costs(), 0.0, least_gain=10.0)
+        found = choose(same, Course(layout), costs(), 0.0)
         assert found.layout is layout
 
 
@@ -103,9 +101,8 @@ def test_a_forecast_of_those_at_home_is_the_sum_of_their_steps() -> None:
 def test_who_has_leave_to_go_stays_where_the_device_has_room() -> None:
     sizes = (8, 8, 4, 8)
     waits = replace(known(1, 0), home_blocks=20, waiting=tuple(Work(9, 5, n) for n in sizes))
-    assert num_leaving(waits, replace(NOW, num_away=1)) == 1
-    assert num_leaving(waits, replace(NOW, num_away=4)) == 2
-    assert num_leaving(waits, replace(NOW, num_away=4, home_is_open=False)) == 4
+    assert num_leaving(waits, 1) == 1
+    assert num_leaving(waits, 4) == 2
 
 
 def test_coarse_forecasts_are_near() -> None:
@@ -142,8 +139,7 @@ def test_never_slower_than_the_device_alone() -> None:
         modes.update(verdict.modes.keys())
     assert min(ratios) >= 1 - 1e-9
     assert max(ratios) > 1.5
-    assert {"gpu-only", "mixed", "R-only"} <= set(modes)
-    assert modes["split-1"] > 0
+    assert {"gpu-only", "mixed", "split-1", "R-only"} <= set(modes)
 
 
 def test_never_much_slower_when_costs_are_misjudged() -> None:
@@ -170,7 +166,7 @@ def test_the_rule_is_asked_at_admission_and_every_64_steps() -> None:
         asked_at.append(sum(control.counts.steps.values()))
         return choose(known, now, costs, error)
 
-    options = HybridOptions(case.device, rule=asked, measured_steps=0, clock=lambda: 0.0)
+    options = HybridOptions(case.device, Guess(0), rule=asked, measured_steps=0, clock=lambda: 0.0)
     batching = Batching(max_num_sequences=8, schedule="greedy", lanes=1)
     scheduler = make_scheduler(ScheduleOptions(batching), case.blocks, 16, slow, hybrid=options)
     control = scheduler.hybrid
@@ -185,7 +181,7 @@ def most_away(case: DrawnCase, load_limit: int | None) -> int:
     batching = Batching(
         max_num_sequences=case.most_running, schedule=schedule, load_limit=load_limit, lanes=1
     )
-    options = HybridOptions(case.device, measured_steps=0, error=0.0, clock=lambda: 0.0)
+    options = HybridOptions(case.device, Guess(0), measured_steps=0, error=0.0, clock=lambda: 0.0)
     scheduler = make_scheduler(
         ScheduleOptions(batching), case.blocks, 16, case.times, hybrid=options
     )
@@ -242,7 +238,7 @@ class Watched:
                 self.watch.away_step(num_away)
             self._now_s += step_s
             self.watch.home_step(10, 0.010, self._now_s, is_alone=not num_away, is_full=is_full)
-        return self.watch.is_closed
+        return self.watch.closed_for > 0
 
 
 def test_the_watch_closes_the_way_where_all_get_slower() -> None:
@@ -253,7 +249,7 @@ def test_the_watch_closes_the_way_where_all_get_slower() -> None:
     assert watched.counts.num_closed == 1
     for _ in range(5):
         watched.window(0.010)
-    assert not watched.watch.is_closed
+    assert not watched.watch.closed_for
 
 
 def test_the_watch_trusts_predictions_as_far_as_they_were_right() -> None:

@@ -2,8 +2,7 @@
 
 ``retention`` values a block by the cost to compute it again, over the time since its last use
 (Pensieve, EuroSys 2025). The lowest value goes first. Leading blocks cost least, since they attend
-to least. ``lru`` takes the end of what was idle for longest. ``size-idle`` (Pensieve's first
-edition) takes the trailing half of the conversation with most blocks × idle time.
+to least. ``lru`` takes the end of what was idle for longest.
 
 Tiers of a simulation hold whole conversations, and ask which of them evicts which blocks
 (``TierPolicy``). The engine asks what each block is worth (``Policy``). Requests outside any
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from fastdecode.schedule.cache.costs import FLAT_TO_HALF, CostTable
 
-POLICIES: Final = ("retention", "lru", "size-idle")
+POLICIES: Final = ("retention", "lru")
 _INSTANT_S: Final = 1e-9  # least idle time
 _BEYOND_ALL_TOKENS: Final = float(1 << 25)  # more than any sequence has
 
@@ -58,20 +57,17 @@ class TierPolicy(Protocol):
     def cost_of(self, num_tokens: int) -> float:
         """Return the cost of a block that ends at ``num_tokens``."""
 
-    def score(
-        self, first_cost: NumberT, num_blocks: NumberT, last_s: NumberT, now_s: float
-    ) -> NumberT:
+    def score(self, first_cost: NumberT, last_s: NumberT, now_s: float) -> NumberT:
         """Score a conversation, or each of several. The lowest score evicts, of equal ones the
         first that appeared.
 
         Args:
             first_cost: cost of its first block in the tier.
-            num_blocks: blocks in the tier.
             last_s: when it was active last.
         """
 
     def leaving(self, blocks: list[int]) -> list[int]:
-        """Return which of its blocks it evicts: some of the first, or of the last."""
+        """Return which of its blocks it evicts: the first, or the last."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +85,7 @@ class Retention:
         values = blocks["cost"] / idle_s * np.maximum(blocks["num_leases"], 1)
         return np.where(blocks["is_end"] | (blocks["num_leases"] > 0), values, np.inf)
 
-    def score(
-        self, first_cost: NumberT, num_blocks: NumberT, last_s: NumberT, now_s: float
-    ) -> NumberT:
+    def score(self, first_cost: NumberT, last_s: NumberT, now_s: float) -> NumberT:
         return first_cost / (now_s - last_s + _INSTANT_S)
 
     def leaving(self, blocks: list[int]) -> list[int]:
@@ -109,39 +103,16 @@ class LeastRecent:
         values: Values = blocks["last_use"] - blocks["num_tokens"] / _BEYOND_ALL_TOKENS
         return values
 
-    def score(
-        self, first_cost: NumberT, num_blocks: NumberT, last_s: NumberT, now_s: float
-    ) -> NumberT:
+    def score(self, first_cost: NumberT, last_s: NumberT, now_s: float) -> NumberT:
         return last_s
 
     def leaving(self, blocks: list[int]) -> list[int]:
         return blocks[-1:]
 
 
-@dataclass(frozen=True)
-class SizeIdle:
-    """The trailing half, rounded up, of the largest blocks × idle time. Only simulated."""
-
-    def cost_of(self, num_tokens: int) -> float:
-        return 1.0
-
-    def score(
-        self, first_cost: NumberT, num_blocks: NumberT, last_s: NumberT, now_s: float
-    ) -> NumberT:
-        return num_blocks * (last_s - now_s)
-
-    def leaving(self, blocks: list[int]) -> list[int]:
-        return blocks[len(blocks) // 2 :]
-
-
 def policy_of(name: str, block_size: int, cost: CostTable = FLAT_TO_HALF) -> TierPolicy:
     """Return the policy with this name among ``POLICIES``."""
-    if name == "lru":
-        return LeastRecent()
-    if name == "size-idle":
-        return SizeIdle()
-    assert name == "retention", name
-    return Retention(block_size, cost)
+    return LeastRecent() if name == "lru" else Retention(block_size, cost)
 
 
 def is_short(num_free: int, num_slots: int, threshold: float) -> bool:

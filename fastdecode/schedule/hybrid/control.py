@@ -1,10 +1,7 @@
-"""KV on both sides, as it runs: when the rule is asked, what follows from its answer, and
-whether it was right.
+"""KV on both sides, as it runs: when the rule is asked, and what follows from its answer.
 
-Where one holder is the device and the others are R-workers, the scheduler has a
-``HybridControl``. It decides which holders a sequence may start on, and how many lanes there
-are. The first is the **home lane**, of sequences whose KV is on the device; the second is the
-**away lane**. A single lane has both.
+The device is one holder, the others are R-workers. Sequences on the device step in the first lane,
+the **home lane**, the others in the second, the **away lane**. A single lane has both.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeAlias
 
@@ -25,26 +22,20 @@ from fastdecode.schedule.hybrid import forecast
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Guess, Known, Layout, Work
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.reserving.ledger import BlockLedger
-from fastdecode.schedule.running import Lane, RunningSequence, cached_at_end
+from fastdecode.schedule.running import Lane, cached_at_end
 from fastdecode.schedule.times import StepTime
 
 MAX_LANES = 2
-EVERY = 64
-"""Steps of the home lane between two looks at the whole."""
-_SHARE = 200
-"""The rule takes at most one part in ``_SHARE`` of the time."""
-_GUESSED_ERROR = 0.2  # of costs, while R-workers have not been measured
+EVERY = 64  # steps of the home lane between two looks at the whole
+_SHARE = 200  # the rule takes at most 1 / _SHARE of the time
 _MEASURED_ERROR = 0.05  # of forecasts at least: they know no prompts, and no chance
-_MEASURED_STEPS = 32
 _HORIZON = 256  # leading waiting sequences that the rule knows
 _WINDOW = 64  # steps of the home lane that the guard judges together
 _MIN_RATE = 0.97  # of what the device alone would give
 _CLOSED_STEPS = 256  # of the home lane, for which no sequence goes away after that
 
 Rule: TypeAlias = Callable[[Known, Course, Costs, float], Course]
-"""As ``forecast.choose``; the last argument is the costs' error."""
-View: TypeAlias = tuple[Seq[Lane], Seq[Sequence]]
-"""Lanes, and the sequences that wait."""
+View: TypeAlias = tuple[Seq[Lane], Seq[Sequence]]  # lanes, and the sequences that wait
 
 
 @dataclass(frozen=True)
@@ -52,19 +43,16 @@ class HybridOptions:
     """How the two sides share sequences. All holders but ``device`` are R-workers."""
 
     device: HolderId
-    guess: Guess | None = None
-    """None if the times of R-workers are known."""
-    error: float = _GUESSED_ERROR
-    """Part by which costs may be off until R-workers have been measured."""
-    measured_steps: int = _MEASURED_STEPS
-    """Steps with R-workers that measure them."""
+    guess: Guess
+    error: float = 0.2  # part by which costs may be off until R-workers have been measured
+    measured_steps: int = 32  # steps with R-workers that measure them
     clock: Clock = time.monotonic
     rule: Rule = forecast.choose
 
 
 @dataclass
 class HybridCounts:
-    """Steps in each mode, and how often the guard closed the way."""
+    """Steps in each mode, and how often the guard kept sequences from leaving."""
 
     steps: Counter[str] = field(default_factory=Counter)
     """Steps of the home lane, and of others while it is empty: gpu-only, mixed, split-1, R-only."""
@@ -72,7 +60,7 @@ class HybridCounts:
 
 
 class HybridGuard:
-    """Closes the way to R-workers for a while where they do not pay.
+    """Keeps sequences from leaving for a while after R-workers made all slower.
 
     What the device would give alone is predicted, and the prediction trusted as far as it was
     right while the device was alone.
@@ -81,13 +69,9 @@ class HybridGuard:
     def __init__(self, counts: HybridCounts) -> None:
         self._counts = counts
         self._is_right: float | None = None  # measured over predicted rate of the device alone
-        self._closed_for = 0
+        self.closed_for = 0  # steps of the home lane for which no sequence goes away
         self._before_s: float | None = None
         self._restart()
-
-    @property
-    def is_closed(self) -> bool:
-        return self._closed_for > 0
 
     def away_step(self, num_decoding: int) -> None:
         """Note that ``num_decoding`` away sequences got a token each."""
@@ -105,7 +89,7 @@ class HybridGuard:
             is_alone: True if no sequence is away.
             is_full: True if a sequence waits for room. An idle device is not judged.
         """
-        self._closed_for = max(0, self._closed_for - 1)
+        self.closed_for = max(0, self.closed_for - 1)
         before_s, self._before_s = self._before_s, now_s
         if before_s is None or not is_full:
             self._restart()
@@ -126,7 +110,7 @@ class HybridGuard:
         if self._is_alone:
             self._is_right = measured / alone
         elif self._is_right is not None and measured < _MIN_RATE * self._is_right * alone:
-            self._closed_for = _CLOSED_STEPS
+            self.closed_for = _CLOSED_STEPS
             self._counts.num_closed += 1
 
     def _restart(self) -> None:
@@ -155,7 +139,7 @@ class HybridControl:
         self._device = options.device
         self._lengths, self._times = lengths, times
         self._max_num_sequences = max_num_sequences
-        self._view: Callable[[], View] = lambda: ((), ())
+        self.view: Callable[[], View] = lambda: ((), ())  # the scheduler gives it
         self._course = Course(Layout.SPLIT)
         self._leaving: set[SequenceId] = set()  # those that may go to R-workers
         self._num_lanes = 1
@@ -166,19 +150,14 @@ class HybridControl:
         self.counts = HybridCounts()
         self._guard = HybridGuard(self.counts)
 
-    def attach(self, view: Callable[[], View]) -> None:
-        """Take what gives the running and waiting sequences."""
-        self._view = view
-
     def begin_plan(self, head: Sequence) -> None:
         """Ask the rule for those that wait, if the device has no room for the first (``head``)."""
-        has_room = self._could_hold(self._device, head) and self._num_blocks(
-            head
-        ) <= self._ledger.available_blocks(self._device)
-        stays = has_room and self._course.home_is_open and not self._is_cached_away(head)
+        free_blocks = self._ledger.available_blocks(self._device)
+        has_room = self._fits_home(head) and self._num_blocks(head) <= free_blocks
+        stays = has_room and not self._is_cached_away(head)
         if head.sequence_id in self._leaving or stays:
             return
-        lanes, waiting = self._view()
+        lanes, waiting = self.view()
         numbers = sum(len(lane.running) for lane in lanes), len(waiting)
         if numbers != self._asked_for:  # otherwise none has arrived, started or ended since
             self._asked_for = numbers
@@ -192,30 +171,20 @@ class HybridControl:
         On the device whenever that has room, unless the rule has found that what R-workers have
         cached of it is worth the way there.
         """
-        is_home, is_alone = lane == 0, self._num_lanes == 1
-        fits_home, home_is_open = (
-            self._could_hold(self._device, sequence),
-            self._course.home_is_open,
-        )
-        has_room = any(self._device in tier for tier in tiers)
+        fits_home, has_room = self._fits_home(sequence), any(self._device in tier for tier in tiers)
         away = [found for tier in tiers if (found := [h for h in tier if h != self._device])]
-        is_closed, is_leaving = self._guard.is_closed, sequence.sequence_id in self._leaving
-        follows = away and is_leaving and not is_closed and self._is_cached_away(sequence)
+        may_leave = sequence.sequence_id in self._leaving and not self._guard.closed_for
+        follows = away and may_leave and self._is_cached_away(sequence)
         if fits_home and has_room and not follows:
-            r_workers = () if home_is_open else self._r_workers
-            if not any(self._could_hold(holder, sequence) for holder in r_workers):
-                return [[self._device]] if is_home else []
-        if not away or (is_home and not is_alone):
+            return [[self._device]] if lane == 0 else []
+        is_alone = self._num_lanes == 1
+        if not away or (lane == 0 and not is_alone):
             return []
-        is_mixed = self._course.layout is Layout.MIXED
-        may_go = (is_leaving or not home_is_open) and is_mixed is is_alone and not is_closed
+        may_go = may_leave and (self._course.layout is Layout.MIXED) is is_alone
         # A home sequence that runs makes room at its end. What only waits to be fetched by
         # another engine may wait for a sibling that has not run.
-        if (
-            fits_home
-            and not may_go
-            and any(x.reserved_tokens[self._device] for x in self._view()[0])
-        ):
+        waits = fits_home and not may_go
+        if waits and any(x.reserved_tokens[self._device] for x in self.view()[0]):
             return []
         return away
 
@@ -244,7 +213,7 @@ class HybridControl:
             self._num_away_steps += 1
         if lane:
             self._guard.away_step(num_decoding)
-        lanes, waiting = self._view()
+        lanes, waiting = self.view()
         is_alone = not any(map(self._has_away, lanes))
         if lane == 0 or not lanes[0].running:
             has_home = any(lane.reserved_tokens[self._device] for lane in lanes)
@@ -259,11 +228,11 @@ class HybridControl:
 
     def decide(self) -> int:
         """Return the number of lanes that there should be. ``regrouped`` follows a change."""
-        lanes, waiting = self._view()
+        lanes, waiting = self.view()
         has_away = any(map(self._has_away, lanes))
         if (waiting or has_away) and self._num_home_steps - self._asked_at >= EVERY:
             self._ask()
-        if has_away or self._leaving or not self._course.home_is_open:
+        if has_away or self._leaving:
             self._parted_at = self._num_home_steps
             return 1 if self._course.layout is Layout.MIXED else 2
         # An away lane that is empty stays for a while: others may go soon.
@@ -280,15 +249,14 @@ class HybridControl:
             return
         self._leaving = set()
         costs = self._costs()
-        if costs is None or self._guard.is_closed:
-            self._course = replace(self._course, home_is_open=True)
+        if costs is None or self._guard.closed_for:
             return
         is_measured = self._num_away_steps >= self._options.measured_steps
         error = _MEASURED_ERROR if is_measured else self._options.error
-        lanes, waiting = self._view()
+        lanes, waiting = self.view()
         known = self._known(lanes, waiting)
         self._course = self._options.rule(known, self._course, costs, error)
-        num_leaving = forecast.num_leaving(known, self._course)
+        num_leaving = forecast.num_leaving(known, self._course.num_away)
         self._leaving = {one.sequence_id for one in waiting[:num_leaving]}
         now_s = self._clock()
         self._ask_at_s = now_s + _SHARE * (now_s - started_s)
@@ -298,13 +266,12 @@ class HybridControl:
         at_home, away = self._num_reused(sequence)
         return away > at_home
 
-    def _could_hold(self, holder: HolderId, sequence: Sequence) -> bool:
-        """Return True if the holder has room for the sequence when empty. The device has none
-        for one in parts: the lane at home would wait for the holders of the others."""
+    def _fits_home(self, sequence: Sequence) -> bool:
+        """Return True if the empty device has room for the sequence. It has none for one in parts:
+        the lane at home would wait for the holders of the others."""
         shape, num_tokens = self._ledger.shape, sequence.max_cached_tokens
-        if holder == self._device and len(shape.sizes(num_tokens)) > 1:
-            return False
-        return shape.blocks_for(num_tokens) <= self._ledger.capacity.blocks(holder)
+        fits = shape.blocks_for(num_tokens) <= self._ledger.capacity.blocks(self._device)
+        return fits and len(shape.sizes(num_tokens)) == 1
 
     def _has_away(self, lane: Lane) -> bool:
         return any(num and holder != self._device for holder, num in lane.reserved_tokens.items())
@@ -313,8 +280,11 @@ class HybridControl:
         home: list[Work] = []
         away: list[Work] = []
         for run in (run for lane in lanes for run in lane.running.values()):
+            length = len(run.sequence.token_ids)
+            num_steps = max(1, run.projected.target_length + 1 - length)
+            num_blocks = self._ledger.shape.blocks_for(run.residence.num_tokens)
             side = home if run.residence.is_on(self._device) else away
-            side.append(self._running(run))
+            side.append(Work(num_steps, length, num_blocks, run.sequence.num_uncached))
         capacity, r_workers = self._ledger.capacity, self._r_workers
         return Known(
             tuple(home),
@@ -350,12 +320,6 @@ class HybridControl:
     def _r_workers(self) -> Seq[HolderId]:
         """R-workers on which sequences may start."""
         return [h for h in self._ledger.holders.open if h != self._device]
-
-    def _running(self, run: RunningSequence) -> Work:
-        length = len(run.sequence.token_ids)
-        num_blocks = self._ledger.shape.blocks_for(run.residence.num_tokens)
-        num_steps = max(1, run.projected.target_length + 1 - length)
-        return Work(num_steps, length, num_blocks, run.sequence.num_uncached)
 
     def _waiting(self, sequence: Sequence) -> Work:
         num_steps = max(1, self._lengths.expected(sequence) - sequence.num_generated)

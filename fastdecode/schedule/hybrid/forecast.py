@@ -1,15 +1,9 @@
 """When all known work would be done with KV on both sides, and what to do by that.
 
-Sequences **at home** have their KV in the device's memory and step together in one lane, which
-waits for no R-worker. Sequences that are **away** have it on R-workers and step in a lane of
-their own, or among those at home. A forecast runs all of them, first come, first served, from
-one end of a sequence to the next, in a microsecond or two for each.
-
-The rule compares whole courses: leave what waits to the device, or send some of it away now. It
-goes only if all is done sooner, the device's time for it counted ``least_gain`` times more than
-it is. The course once taken is among those that are compared next. So while costs are as
-forecast, KV on both sides is never slower than on the device alone. While costs are guessed, a
-course must pay under the worst of what they may be.
+Home sequences step in a lane that waits for no R-worker. Away sequences step in a lane of their
+own, or in that lane. A forecast runs all sequences, first come, first served, from one end of a
+sequence to the next. The rule compares courses: leave what waits to the device, or send some of it
+away now. While costs are guessed, a course must pay under the worst of what they may be.
 """
 
 from __future__ import annotations
@@ -30,10 +24,8 @@ if TYPE_CHECKING:
 
 _ROUNDING = 1e-6  # of a step: work that is that near to its end has ended
 _ROUNDS = 3  # in which the mean load of a span, and its length, are found
-LEAST_GAIN = 0.06
-"""Away sequences count this part more. Another layout must save this part of the time."""
-_MAX_ENDS = 64
-"""Most different ends of sequences in a forecast of the rule."""
+LEAST_GAIN = 0.06  # by which away sequences count more, and which another layout must save
+_MAX_ENDS = 64  # most different ends of sequences in a forecast of the rule
 
 
 class Layout(Enum):
@@ -79,26 +71,20 @@ class Costs:
 
     @classmethod
     def of(
-        cls, times: StepTime, device: HolderId, room: Mapping[HolderId, int], guess: Guess | None
+        cls, times: StepTime, device: HolderId, room: Mapping[HolderId, int], guess: Guess
     ) -> Costs:
         """Take costs from step times. R-workers are filled evenly by their ``room``, up to a
         sequence. ``guess`` replaces times of R-workers that are not known."""
         in_all, trip_s = max(1, sum(room.values())), times.trip_s(1)
-
-        def attention_s(worker: HolderId, load: int) -> float:
-            measured_s = times.r_part_s(worker, load)
-            return measured_s or (load * guess.token_bytes / guess.bytes_per_s if guess else 0.0)
+        guessed_s = guess.token_bytes / guess.bytes_per_s  # of a cached token
 
         def r_part(num_sequences: int, load: float) -> float:
             one = load / max(1, num_sequences)
-            shares = {w: min(load, load * own / in_all + one) for w, own in room.items()}
-            return max((attention_s(w, round(load)) for w, load in shares.items()), default=0.0)
+            shares = ((w, round(min(load, load * own / in_all + one))) for w, own in room.items())
+            return max(times.r_part_s(w, share) or share * guessed_s for w, share in shares)
 
-        def device_s(load: float) -> float:
-            return times.r_part_s(device, round(load))
-
-        trip_s = guess.round_trip_s if guess is not None and trip_s == math.inf else trip_s
-        return cls(times.s_part_s, device_s, r_part, trip_s)
+        trip_s = guess.round_trip_s if trip_s == math.inf else trip_s
+        return cls(times.s_part_s, lambda load: times.r_part_s(device, round(load)), r_part, trip_s)
 
     def home_s(self, num_sequences: int, load: float) -> float:
         """Return the time of a step of home sequences, alone on the device."""
@@ -136,8 +122,6 @@ class Course:
     num_away: int = 0
     """Leading waiting sequences that go to R-workers now, up to one that starts at home
     (``num_leaving``). The others wait for the device."""
-    home_is_open: bool = True
-    """If False, R-workers take all new sequences."""
 
 
 class Paces(NamedTuple):
@@ -148,11 +132,8 @@ class Paces(NamedTuple):
 
 
 def paces(costs: Costs, layout: Layout, home: tuple[int, float], away: tuple[int, float]) -> Paces:
-    """Return how long steps take side by side.
-
-    Args:
-        home, away: Number of sequences, and the tokens that they have cached in all.
-    """
+    """Return the time of steps of ``home`` and ``away``: numbers of sequences, and all their cached
+    tokens."""
     (num_home, load_home), (num_away, load_away) = home, away
     if not num_away:
         return Paces(costs.home_s(num_home, load_home) if num_home else math.inf, math.inf)
@@ -179,7 +160,6 @@ class _Side:
     def __init__(self, works: Iterable[Work], blocks: Seq[int], *, is_away: bool = False) -> None:
         self._is_away = is_away
         self.step = 0.0
-        self.max_blocks = max(blocks, default=0)  # that a sequence may have here
         # End, blocks, cached tokens less one per step, and holder of each.
         self.ends: list[tuple[float, int, float, int]] = []
         self._base, self._num_prompt = 0.0, 0
@@ -189,7 +169,6 @@ class _Side:
 
     @property
     def max_free(self) -> int:
-        """Most blocks that one holder has free."""
         return max(self._free, default=0)
 
     def add(self, work: Work) -> None:
@@ -238,17 +217,16 @@ def coarse(known: Known, num_ends: int) -> Known:
     return replace(known, home=home, away=away, waiting=waiting)
 
 
-def num_leaving(known: Known, course: Course) -> int:
+def num_leaving(known: Known, num_away: int) -> int:
     """Return how many waiting sequences go to R-workers now.
 
     One for which the device has room starts there, unless R-workers have cached more of it. The
     next ones wait: they might come too late to share the others' steps.
     """
     home_free = known.home_blocks - sum(work.num_blocks for work in known.home)
-    starting = known.waiting[: course.num_away]
+    starting = known.waiting[:num_away]
     for index, work in enumerate(starting):
-        starts_at_home = work.num_blocks <= home_free and not work.num_reused_away
-        if starts_at_home and course.home_is_open:
+        if work.num_blocks <= home_free and not work.num_reused_away:
             return index
     return len(starting)
 
@@ -258,20 +236,26 @@ def finish_s(known: Known, course: Course, costs: Costs, limit_s: float = math.i
     home = _Side(known.home, (known.home_blocks,))
     away = _Side(known.away, known.away_blocks, is_away=True)
     queue = deque(known.waiting)
-    for _ in range(num_leaving(known, course)):
+    for _ in range(num_leaving(known, course.num_away)):
         away.add(queue.popleft())
     now_s = 0.0
     while now_s <= limit_s:
         while queue and len(home.ends) + len(away.ends) < known.most_running:
-            # What one side could never hold goes to the other.
-            fits_home, fits_away = (queue[0].num_blocks <= x.max_blocks for x in (home, away))
-            side = home if fits_home and (course.home_is_open or not fits_away) else away
-            if side.ends and queue[0].num_blocks > side.max_free:
+            num_blocks = queue[0].num_blocks
+            side = home if num_blocks <= known.home_blocks else away
+            if side.ends and num_blocks > side.max_free:
                 break  # an empty side has room for any sequence
             side.add(queue.popleft())
         if not home.ends and not away.ends:
             return now_s
-        now_s += _prompts_s(costs, course.layout, home, away)
+        num_home, num_away, is_mixed = len(home.ends), len(away.ends), course.layout is Layout.MIXED
+        num_lane = num_away + (num_home if is_mixed else 0)
+        for weight, num, added in (
+            (1.0, num_home, home.take_prompts()),
+            (costs.away_weight, num_lane, away.take_prompts()),
+        ):
+            if added:  # no sequence advances while prompts run, beyond a step of theirs
+                now_s += weight * (costs.s_part(num + added) - costs.s_part(num))
         pace, span_s = Paces(1.0, 1.0), 0.0
         for _ in range(_ROUNDS):  # at the loads in the middle of the span
             ahead = [
@@ -287,19 +271,7 @@ def finish_s(known: Known, course: Course, costs: Costs, limit_s: float = math.i
     return math.inf
 
 
-def _prompts_s(costs: Costs, layout: Layout, home: _Side, away: _Side) -> float:
-    """Return the device's time for prompts that have just started, beyond a step of theirs.
-    No sequence advances meanwhile."""
-    at_home, at_away = home.take_prompts(), away.take_prompts()
-    s_part, num_home, num_away = costs.s_part, len(home.ends), len(away.ends)
-    num_lane = num_away + (num_home if layout is Layout.MIXED else 0)
-    prompts = (1.0, num_home, at_home), (costs.away_weight, num_lane, at_away)
-    return sum(w * (s_part(num + added) - s_part(num)) for w, num, added in prompts if added)
-
-
-def choose(
-    known: Known, now: Course, costs: Costs, error: float, least_gain: float = LEAST_GAIN
-) -> Course:
+def choose(known: Known, now: Course, costs: Costs, error: float) -> Course:
     """Return the best course.
 
     Args:
@@ -308,19 +280,18 @@ def choose(
     """
     known, stay = coarse(known, _MAX_ENDS), replace(now, num_away=0)
     low, high = 1 / (1 + error), 1 / (1 - error)
-    weighted = replace(costs, away_weight=1 + least_gain)
+    weighted = replace(costs, away_weight=1 + LEAST_GAIN)
     # The worst that costs may be: of a busy device, and of slow R-workers beside a fast one.
     factors = (high, low) if error else (high,)
-    corners = [weighted.scaled(x, low, (1 + least_gain) * high) for x in factors]
+    corners = [weighted.scaled(x, low, (1 + LEAST_GAIN) * high) for x in factors]
     staying_s = [finish_s(known, stay, corner) for corner in corners]
     # Forecasts know of no whole steps: they may be off by one.
     load = float(sum(work.num_cached for work in known.home))
     step_s = costs.home_s(len(known.home), load) if known.home else 0.0
     best, best_gain = stay, 0.0
     for course in _courses(known, now):
-        is_other_layout = bool(known.away) and course.layout is not now.layout
-        is_other = is_other_layout or course.home_is_open != now.home_is_open
-        needed = max(best_gain, least_gain if is_other else 0.0)
+        is_other = bool(known.away) and course.layout is not now.layout
+        needed = max(best_gain, LEAST_GAIN if is_other else 0.0)
         gain = math.inf
         for corner, stay_s in zip(corners, staying_s, strict=True):
             # What gains less than another is of no use, by however much.
@@ -334,30 +305,16 @@ def choose(
 
 
 def _courses(known: Known, now: Course) -> Iterator[Course]:
-    most = _num_startable(known)
-    if not most and not known.away:
-        return
-    # All that there is room for, half of them, … one.
-    numbers = [most >> i for i in range(most.bit_length())]
-    if known.away and most:
-        for number in numbers:
-            yield replace(now, num_away=number)
-    for layout in Layout:
-        if known.away and layout is now.layout:
-            continue
-        for number in (0, most) if known.away else numbers:
-            yield Course(layout, number, now.home_is_open)
-    if known.waiting:
-        for layout in Layout:
-            yield Course(layout, most, not now.home_is_open)
-
-
-def _num_startable(known: Known) -> int:
-    """Return how many of the waiting sequences R-workers have room for at once."""
+    could_start = _Side((), known.away_free)
     places = known.most_running - len(known.home) - len(known.away)
-    side = _Side((), known.away_free)
     for work in known.waiting[: max(0, places)]:
-        if work.num_blocks > side.max_free:
+        if work.num_blocks > could_start.max_free:
             break
-        side.add(work)
-    return len(side.ends)
+        could_start.add(work)
+    most = len(could_start.ends)
+    numbers = [most >> i for i in range(most.bit_length())]  # all of them, half of them, … one
+    if known.away:
+        yield from (Course(now.layout, number) for number in numbers)
+    for layout in Layout:
+        if not known.away or layout is not now.layout:
+            yield from (Course(layout, number) for number in ((0, most) if known.away else numbers))
