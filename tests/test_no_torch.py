@@ -21,7 +21,6 @@ PACKAGES = (
     "fastdecode.server",
     # One way into an engine, also of a server that has none of its own.
     "fastdecode.engine.service",
-    "fastdecode.engine.instances.spawned",
     "fastdecode.engine.instances.cluster",
     "fastdecode.engine.llm",
 )

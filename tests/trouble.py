@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from values import replace
 
-from fastdecode.engine.instances import spawned
+from fastdecode.engine.instances import cluster
 from fastdecode.engine.setup import workers
 from fastdecode.wire.messages import AttendResult
 from rworker.attention import AttentionExecutor
@@ -86,8 +86,8 @@ def crash_in_spawned(
     monkeypatch: pytest.MonkeyPatch, layers: Mapping[str, int], path: Path
 ) -> None:
     """The same in instances that are spawned; ``path`` is made when the first crashes."""
-    boot = f"import trouble; trouble.crash_here({dict(layers)!r}, {str(path)!r}); {spawned._BOOT}"
-    monkeypatch.setattr(spawned, "_BOOT", boot)
+    boot = f"import trouble; trouble.crash_here({dict(layers)!r}, {str(path)!r}); {cluster._BOOT}"
+    monkeypatch.setattr(cluster, "_BOOT", boot)
 
 
 def crash_here(layers: Mapping[str, int], path: str) -> None:

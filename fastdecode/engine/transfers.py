@@ -129,12 +129,13 @@ class KVExchange(Extension):
     def _sources(self, parts: Iterable[Part], *, is_held: bool) -> tuple[KVSource, ...]:
         """Return where the blocks of these parts can be read."""
         sources: list[KVSource] = []
+        placement = self._fleet.members.placement
         for part in parts:
-            for worker, shard in self._fleet.workers_of(part.holder).items():
+            for member, shard in self._fleet.shards_of(part.holder).items():
                 heads, layers = shard.heads or self._every_head, shard.layers or self._every_layer
                 sources.append(
                     KVSource(
-                        self._address_of(worker),
+                        self._address_of(placement[member]),
                         self._reading,
                         part.first_token,
                         part.num_tokens,

@@ -35,7 +35,7 @@ from fastdecode.engine.fleet.greeting import greet, limits
 from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.engine.fleet.replacements import HubReplacements, SpareHub, SpareReplacements
+from fastdecode.engine.fleet.replacements import HubReplacements, SpareHub
 from fastdecode.engine.fleet.replicas import Replicas, replicate
 from fastdecode.engine.fleet.resharing import GROUP, Resharing, in_heads
 from fastdecode.engine.fleet.ring import DISK, LinkOptions
@@ -188,11 +188,10 @@ class Trial:
         link_bytes = self.chance.choice([1, 2000, 1 << 20])
         return LinkOptions(names, link_bytes, TIMEOUT_S, session, keepers)
 
-    def _replacements(self, hello: Hello) -> HubReplacements | SpareReplacements | None:
+    def _replacements(self, hello: Hello) -> HubReplacements | None:
         if not (self.returns or self.num_spares):
             return None
-        kind = SpareReplacements if self.num_spares else HubReplacements
-        return kind(self.hub, hello, Deadlines(TIMEOUT_S, SILENCE_S, self.network.time))
+        return HubReplacements(self.hub, hello, Deadlines(TIMEOUT_S, SILENCE_S, self.network.time))
 
     def _assemble(
         self, fleet: Any, blocks: tuple[int, ...], places: Any, keeps: bool, **options: Any
@@ -242,7 +241,7 @@ class Trial:
         if self.replicas is None or not self.num_strikes:
             return
         replicas = self.replicas.rings[0]
-        for holder in filter(replicas.is_leaving, replicas.adopted):
+        for holder in sorted(replicas.handovers):
             if self.num_strikes and self.chance.random() < 0.02:
                 self.num_strikes -= 1
                 names = (fleet.peer(holder), f"r{holder}", f"r{self.network.last_started}")

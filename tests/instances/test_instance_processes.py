@@ -191,7 +191,7 @@ def test_roles_change_while_they_run(model: str, one: LLM, four: list[Process]) 
         outputs = {o.request_id: o for o in llm.stream(requests_of(asked, how), flip)}
         found = [outputs[str(i)] for i in range(60)]
         assert answers(found) == answers(one.generate(asked, how))
-        assert engine(llm).num_moved == 0
+        assert engine(llm).counts.num_moved == 0
         assert_all_is_free(llm)
 
 

@@ -303,7 +303,7 @@ def test_a_prompt_is_fetched_and_its_request_over_in_one_delta() -> None:
     (delta,) = queue.take(0)
     assert delta.has_fetched and delta.finish_reason is not None
     world.router.arrived(world.decode[0], [delta])
-    assert world.router.num_handed_over == 1
+    assert world.router.counts.num_handed_over == 1
     world.check()
 
 
@@ -318,7 +318,7 @@ def test_roles_that_change_at_any_stage(rng: random.Random) -> None:
         if rng.random() < 0.1:
             world.cancel(f"r{rng.randrange(number + 1)}")
     world.finish(rng)
-    assert world.router.num_moved == 0
+    assert world.router.counts.num_moved == 0
 
 
 def test_whoever_has_both_roles_is_given_whole_requests_while_it_has_room() -> None:
@@ -330,7 +330,7 @@ def test_whoever_has_both_roles_is_given_whole_requests_while_it_has_room() -> N
     with pytest.raises(ConfigError, match="there is no instance 'p9': they are d0, p0"):
         world.router.set_role("p9", InstanceRole.DECODE)
     world.router.set_role("p0", InstanceRole.BOTH)
-    assert world.router.num_role_changes == 1
+    assert world.router.counts.num_role_changes == 1
     world.finish(rng)
 
 
@@ -412,7 +412,7 @@ def test_a_burst_waits_for_room() -> None:
         assert world.router.dispatcher.decode[0].num_tokens <= 16 * BLOCK_SIZE
     world.check()
     assert world.decode[0].most <= 16, "each has a block at least"
-    assert world.router.num_moved == 0
+    assert world.router.counts.num_moved == 0
 
 
 def test_what_cannot_be_prefilled_or_fetched_is_run_where_it_is_decoded() -> None:
@@ -424,7 +424,7 @@ def test_what_cannot_be_prefilled_or_fetched_is_run_where_it_is_decoded() -> Non
         world.router.arrived(world.prefill[0], [Delta(name, 0, error=error)])
         assert not world.prefill[0].asked or error.code == HANDED_OVER_LOST
         world.finish(rng)
-        assert world.router.num_moved == 1
+        assert world.router.counts.num_moved == 1
 
 
 @pytest.mark.parametrize("code", [CANCELLED, "not_finite"])

@@ -26,7 +26,7 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.delta import DeltaQueue
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.sequence import Request
-from fastdecode.engine.instances import spawned
+from fastdecode.engine.instances import cluster
 from fastdecode.engine.stats import EngineStats
 from fastdecode.wire.mpi.ranks import without_launcher
 
@@ -108,7 +108,7 @@ def test_who_is_lost_is_gone_on_without(model: str, one: LLM, lost: int) -> None
 def test_one_that_hangs_is_killed_at_the_end(
     model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(spawned, "CLOSING_S", 0.5)
+    monkeypatch.setattr(cluster, "CLOSING_S", 0.5)
     before = processes()
     llm = LLM(model, **BOTH, **OPTIONS)
     hung = [each for each in processes() if each not in before]
@@ -174,7 +174,7 @@ def test_prompts_are_fetched_wherever_kv_is(model: str, one: LLM, options: dict[
     with NewsLLM(model, **{**OPTIONS, **BOTH, **options}) as llm:
         for _ in range(2):
             assert tokens(llm.generate(asked, how)) == tokens(one.generate(asked, how))
-        assert llm.stats.num_recomputed == llm._running.engine.num_failed_fetches == 0
+        assert llm.stats.num_recomputed == llm._running.engine.counts.num_failed_fetches == 0
         assert llm.stats.fetched_bytes > 0
         if "cache_memory_gb" not in options:
             assert_all_is_free(llm)
@@ -238,6 +238,6 @@ def test_a_standby_of_a_later_stage_is_read_by_its_own_address(
     with LLM(model, instances=["prefill", "decode"], **options) as llm:
         expected = tokens(one.generate(asked, how))
         _run_until_joined(llm, 0, asked, how, expected)
-        before = llm._running.engine.num_failed_fetches
+        before = llm._running.engine.counts.num_failed_fetches
         assert tokens(llm.generate(asked, how)) == expected
-        assert llm._running.engine.num_failed_fetches == before
+        assert llm._running.engine.counts.num_failed_fetches == before

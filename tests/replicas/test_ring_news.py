@@ -7,7 +7,6 @@ from state_machine import HELLO
 from values import replace
 
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.failovers import Failovers
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replicas import Replicas
@@ -38,8 +37,7 @@ class Ring:
             end.send(Welcome("r", 10, hello.kv.block_size, 1))
         greet(self.fleet, hello)
         names = [f"r{i}" for i in HOLDERS]
-        self.options = LinkOptions(names, 1 << 20, 60.0, SESSION)
-        rings = [(HOLDERS, self.options)]
+        rings = [(HOLDERS, LinkOptions(names, 1 << 20, 60.0, SESSION))]
         self.replicas = Replicas(self.fleet, rings, clock=lambda: self.now_s)
         self.replicas.begin()
 
@@ -54,11 +52,6 @@ class Ring:
         self.ends[keeper].send(Dropped(keeper, cache))
         self.fleet.look()
         self.replicas.take_news(last_step=9)
-
-    def links(self, holder: int) -> list[tuple[str, str, int]]:
-        """Keeper, guest and number of those that an R-worker was told of just now."""
-        told = [one for one in self.told(holder) if isinstance(one, Replicate)]
-        return [(one.keeper, one.guest, one.link) for one in told]
 
     def lose(self, holder: int) -> bool:
         self.ends[holder].close()
@@ -76,13 +69,10 @@ class Ring:
 def test_who_hangs_and_is_to_drop_a_replica_is_given_up_in_time() -> None:
     """The deadline is that of the answers of its pool."""
     ring = Ring(timeout_s=8.0)
-    members = Failovers(ring.fleet, ring.options, lambda: ring.now_s, HOLDERS)
-    members.begin()
+    (members,) = ring.replicas.rings
     assert not members.end_all()
     for keeper, cache in ((0, 2), (1, 0)):
-        ring.ends[keeper].send(Dropped(keeper, cache))
-    ring.fleet.look()
-    members.take_news(9, ring.fleet.take_replications())
+        ring.drop(keeper, cache)
     ring.now_s = 7.9
     assert not members.end_all() and not ring.fleet.gone
     ring.now_s = 8.0

@@ -16,6 +16,7 @@ from examples import TRIES_ALL
 from fastdecode import LLM
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.sequence import RequestOutput
+from fastdecode.engine.fleet.ring import USABLE
 from fastdecode.wire.waiting import look_until_found
 
 Losses = dict[str, int]
@@ -88,9 +89,9 @@ def is_protected(llm: LLM) -> bool | None:
 
     def look(engine: Any) -> bool:
         engine.look()
-        protections = [ring._ring.protection for ring in engine._recovery._replicas.rings]
         is_lost = engine._fleet.members.is_lost
-        return not any(each.bare or any(map(is_lost, each.members)) for each in protections)
+        states = [x for each in engine._recovery._replicas.rings for x in each.ring.states.items()]
+        return all(state in USABLE and not is_lost(holder) for holder, state in states)
 
     return in_engine(llm, look) or None
 

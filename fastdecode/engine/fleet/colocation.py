@@ -15,8 +15,7 @@ class Colocation:
     elsewhere."""
 
     neighbours: Neighbourhood  # all of them, as far as they are of this process
-    name: str
-    """What this engine's are called by, before their numbers."""
+    name: str  # what this engine's are called by, before their numbers
     num_engines: int  # on this host
     role: InstanceRole  # what it is given at first
     place: int = 0  # which of this host's it is: GPUs are counted so

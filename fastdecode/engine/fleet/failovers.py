@@ -14,7 +14,6 @@ closed over the newcomer, right afterwards: both copies share its port, so the f
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,8 +21,7 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements
-from fastdecode.engine.fleet.ring import LinkOptions, Ring
-from fastdecode.wire.blocks import ReplicationNews
+from fastdecode.engine.fleet.ring import USABLE, LinkFigures, LinkOptions, ReplicaState, Ring
 from fastdecode.wire.messages import Welcome
 
 logger = logging.getLogger(__name__)
@@ -58,17 +56,12 @@ class Return:
 
 
 @dataclass
-class ReplicaFigures:
+class ReplicaFigures(LinkFigures):
     """Counts of what happened to replicas."""
 
     failovers: list[Failover] = field(default_factory=list)
     returns: list[Return] = field(default_factory=list)
-    num_recomputed_holders: int = 0
-    """Lost R-workers without a usable replica."""
-    num_rings: int = 0
-    """How often the ring was closed again, without a lost R-worker or with a replacement."""
-    unprotected_s: float = 0.0  # time in which some R-worker had no replica
-    lags: Counter[int] = field(default_factory=Counter)  # see ``Protection.lags``
+    num_recomputed_holders: int = 0  # lost R-workers without a usable replica
 
     def lag(self, percent: float) -> int | None:
         """Return how many steps a replica lags behind the last one that has begun, at this
@@ -82,7 +75,7 @@ class ReplicaFigures:
 
 
 @dataclass
-class Handover:
+class _Handover:
     """A cache that a neighbour hands to the lost R-worker's replacement."""
 
     source: HolderId  # the neighbour that serves it
@@ -94,12 +87,8 @@ class Handover:
 
 
 class Failovers:
-    """Which R-worker takes over from which, of the holders in one ring.
-
-    Args:
-        circle: The ring's holders.
-        figures: Counts that all rings share. None for the first ring, which makes them.
-    """
+    """Which R-worker takes over from which, of the holders in one ring (``circle``). ``figures``:
+    Counts that all rings share."""
 
     def __init__(
         self,
@@ -107,70 +96,51 @@ class Failovers:
         options: LinkOptions,
         clock: Clock,
         circle: Sequence[HolderId],
-        figures: ReplicaFigures | None = None,
+        figures: ReplicaFigures,
+        link_figures: LinkFigures,
     ) -> None:
         self._fleet = fleet
         self._clock = clock
-        self._ring = Ring(fleet, options, clock, fleet.pending.deadlines)
+        self.ring = Ring(fleet, options, clock, link_figures)
         self.circle = list(circle)  # the ring's holders, lost ones included
         self.failing: dict[HolderId, Failover] = {}
         """Lost holders that other R-workers are about to take over."""
-        self.replacements: HubReplacements | None = None
-        """R-workers that get what neighbours took over. None if none may come."""
-        self._handovers: dict[HolderId, Handover] = {}  # under way, by the lost holder
+        self.replacements: HubReplacements
+        """R-workers that get what neighbours took over, if any may come."""
+        self.handovers: dict[HolderId, _Handover] = {}  # under way, by the lost holder
         self._pauses: dict[HolderId, tuple[float, float]] = {}  # until when, and how long
-        self._counts_links = figures is None
-        self.figures = figures or ReplicaFigures(lags=self._ring.protection.lags)
+        self._figures = figures
 
     @property
     def adopted(self) -> set[HolderId]:
         """Lost holders that neighbours serve, or newcomers that have not answered yet."""
         placement = self._fleet.placement
-        return {x for x in self.circle if placement[x] != x or self.is_leaving(x)}
+        return {x for x in self.circle if placement[x] != x or x in self.handovers}
 
     @property
-    def is_beginning(self) -> bool:
-        """True if a replica is to be kept that has not been reported yet."""
-        protection = self._ring.protection
-        return any(not protection.is_cut(holder) for holder in protection.bare)
-
-    def begin(self) -> None:
-        """Begin a replica of every R-worker that is present, at its neighbour."""
+    def present(self) -> list[HolderId]:
         lost = self._fleet.lost
-        self._ring.close([holder for holder in self.circle if holder not in lost])
-
-    def take_news(self, last_step: int, reports: Sequence[ReplicationNews]) -> None:
-        """Take in what R-workers have reported of their replicas. ``last_step``: the last one
-        that has begun."""
-        for news in reports:
-            self._ring.take(news, last_step)
-        self._ring.protection.count()
-        if self._counts_links:
-            self.figures.unprotected_s = self._ring.protection.unprotected_s
+        return [holder for holder in self.circle if holder not in lost]
 
     def leaving(
         self, found: Mapping[int, Welcome], is_used: Callable[[HolderId], bool]
     ) -> list[HolderId]:
         """Advance handovers. Return holders that are to leave the neighbours that serve them,
-        since those that have come in their places have caught up.
-
-        Args:
-            found: R-workers that wait, by the places that they may take.
-            is_used: Tells whether any sequence is on a holder.
-        """
+        since those that wait in their places (``found``) have caught up. ``is_used``: Returns True
+        if any sequence is on a holder."""
         return [holder for holder in self.adopted if self._advance(holder, found, is_used)]
 
     def _advance(
         self, holder: HolderId, found: Mapping[int, Welcome], is_used: Callable[[HolderId], bool]
     ) -> bool:
-        handover, protection = self._handovers.get(holder), self._ring.protection
-        assert self.replacements is not None
+        handover, state = self.handovers.get(holder), self.ring.states.get(holder)
         if handover is None:
             # One without the room joins with an empty cache, once nothing is left of this one.
-            is_whole = holder in found and self.replacements.is_whole(holder, found[holder])
+            least = self.replacements.most_blocks.get(holder, 0)
+            is_whole = holder in found and found[holder].num_blocks >= least
             if is_whole and self._clock() >= self._pauses.get(holder, (0.0, 0.0))[0]:
                 source = HolderId(self._fleet.placement[holder])
-                self._handovers[holder] = Handover(source, self._clock())
+                self.handovers[holder] = _Handover(source, self._clock())
                 self.replacements.make_way(holder)
         elif handover.leaves_s is not None:
             pass
@@ -179,85 +149,74 @@ class Failovers:
         elif not handover.is_copying:
             if self.replacements.has_made_way(holder):
                 handover.is_copying = True
-                self._ring.copy(holder)
-        elif protection.is_cut(holder):  # the two R-workers don't get to each other
+                self.ring.copy(holder)
+        elif state is ReplicaState.ENDED:  # the two R-workers don't get to each other
             pause_s = self._pauses.get(holder, (0.0, _FIRST_PAUSE_S / 2))[1]
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             self._pauses[holder] = self._clock() + pause_s, pause_s
             self._cancel(holder)
-        elif holder not in protection.bare and (
-            protection.has_caught_up(holder) or not is_used(holder)
-        ):
+        elif state is ReplicaState.CAUGHT_UP or (state in USABLE and not is_used(holder)):
             handover.leaves_s = self._clock()
             return True
         return False
 
-    def is_leaving(self, holder: HolderId) -> bool:
-        """Return True if a holder is on its way back to its own place."""
-        return holder in self._handovers
-
     def is_moving(self, holder: HolderId) -> bool:
         """Return True if another R-worker is to serve a holder, as soon as no step is in
         flight."""
-        handover = self._handovers.get(holder)
+        handover = self.handovers.get(holder)
         is_ready = (
             handover is not None and handover.leaves_s is not None and handover.asked_s is None
         )
         return is_ready or holder in self.failing
 
     def lose(self, holder: HolderId, *, is_used: bool) -> bool:
-        """Record the loss of a holder. Return True if another R-worker can take over.
-
-        Args:
-            is_used: True if sequences are on it.
-        """
+        """Record the loss of a holder. Return True if another R-worker can take over. ``is_used``:
+        True if sequences are on it."""
         self.failing.pop(holder, None)
-        name = self._fleet.peer(holder)
-        if self._has_second_copy(holder):
-            self.failing[holder] = Failover(name, "", self._clock())
-            return True
-        is_bare = holder in self._ring.protection.bare
-        keeper = None if is_bare else self._ring.keeper_of(holder)
-        self._ring.lose(holder)
-        if is_used and keeper is not None:
-            self.failing[holder] = Failover(name, self._fleet.peer(keeper), self._clock())
-            return True
-        self._ring.forget(holder)
-        if is_used:
-            self.figures.num_recomputed_holders += 1
-            logger.warning("no replica of %s: recomputed", name)
-        return False
+        failover = Failover(self._fleet.peer(holder), "", self._clock())
+        if not self._has_second_copy(holder):
+            is_kept = self.ring.states.get(holder) in USABLE
+            is_kept = is_kept and self.ring.keeper_of(holder) is not None
+            self.ring.lose(holder)
+            if not (is_used and is_kept):
+                self.ring.forget(holder)
+                if is_used:
+                    self._figures.num_recomputed_holders += 1
+                    logger.warning("no replica of %s: recomputed", failover.worker)
+                return False
+        self.failing[holder] = failover
+        return True
 
     def _has_second_copy(self, holder: HolderId) -> bool:
         """Return True if any R-worker has a copy of a holder that a neighbour served, or
         had just handed over."""
-        handover = self._handovers.get(holder)
+        if self._is_copied(holder):
+            return True
+        handover, has_copy = self.handovers.get(holder), False
         if handover is not None and handover.asked_s is not None:
             # The newcomer is lost before it has answered, and the neighbour has it all.
             has_copy = handover.source not in self._fleet.gone
             if has_copy:
                 self._fleet.placement.move(holder, handover.source)
-        elif has_copy := self._is_copied(holder):
-            return True
         self._cancel(holder)
         return has_copy
 
     def _is_copied(self, holder: HolderId) -> bool:
         """Return True if a newcomer is connected and has a copy, complete or not."""
-        handover, places = self._handovers.get(holder), self.replacements
+        handover = self.handovers.get(holder)
         if handover is None or not handover.is_copying or handover.asked_s is not None:
             return False
-        is_kept = holder not in self._ring.protection.bare
-        return is_kept and places is not None and places.has_made_way(holder)
+        is_kept = self.ring.states.get(holder) in USABLE
+        return is_kept and self.replacements.has_made_way(holder)
 
     def _cancel(self, holder: HolderId) -> None:
         """End a handover whose newcomer is lost or of no use: the neighbour keeps the cache."""
-        handover = self._handovers.pop(holder, None)
+        handover = self.handovers.pop(holder, None)
         if handover is None:
             return
         if handover.is_copying:
-            self._ring.stop_copying(holder, handover.source)
-        if handover.asked_s is None and self.replacements is not None:
+            self.ring.stop_copying(holder, handover.source)
+        if handover.asked_s is None:
             self.replacements.greet_again(holder)
 
     def take_over(self, holder: HolderId) -> bool:
@@ -266,15 +225,15 @@ class Failovers:
         failover = self.failing.get(holder)
         if failover is not None:
             failover.drain_s = self._clock() - failover.noticed_s
-        if self._is_copied(holder) and self.replacements is not None:
+        if self._is_copied(holder):
             # The newcomer keeps the holder now, and the caller asks it what it has.
-            self._handovers[holder].asked_s = self._clock()
+            self.handovers[holder].asked_s = self._clock()
             self.replacements.admit(holder)
             self._fleet.revive(holder, has_cache=False)
         elif not self._stay(holder):
             self.failing.pop(holder, None)
-            self._ring.forget(holder)
-            self.figures.num_recomputed_holders += 1
+            self.ring.forget(holder)
+            self._figures.num_recomputed_holders += 1
             return False
         return True
 
@@ -284,7 +243,7 @@ class Failovers:
         if holder in self.adopted:
             self._cancel(holder)
             return not self._fleet.is_lost(holder)
-        keeper = self._ring.keeper_of(holder)
+        keeper = self.ring.keeper_of(holder)
         if keeper is None:
             return False
         self._fleet.placement.move(holder, keeper)
@@ -293,24 +252,23 @@ class Failovers:
     def taken_over(self, holder: HolderId, *, is_empty: bool) -> None:
         """Take in that the R-worker that replaces a holder has reported what it has."""
         failover = self.failing.pop(holder, None)
-        handover = self._handovers.pop(holder, None)
+        handover = self.handovers.pop(holder, None)
         if handover is None and not is_empty:
-            self._ring.keep_again(holder)
+            self.ring.keep_again(holder)
         if failover is not None:
             since_s = failover.noticed_s + failover.drain_s
             failover.resume_s = self._clock() - since_s
             failover.keeper = self._fleet.peer(holder)
-            self.figures.failovers.append(failover)
+            self._figures.failovers.append(failover)
             logger.warning("%s took over for %s from its replica", failover.keeper, failover.worker)
         if handover is not None:
             self._return(holder, handover, is_planned=failover is None)
 
-    def _return(self, holder: HolderId, handover: Handover, *, is_planned: bool) -> None:
+    def _return(self, holder: HolderId, handover: _Handover, *, is_planned: bool) -> None:
         """Take in that a holder is in its own place again."""
         self._pauses.pop(holder, None)
-        self._ring.moved(holder, handover.source)
-        for message in self._fleet.told_first:
-            self._fleet.send(holder, message)
+        self.ring.moved(holder, handover.source)
+        self._fleet.open_tier(holder)
         if not is_planned:
             return
         assert handover.leaves_s is not None and handover.asked_s is not None
@@ -319,17 +277,15 @@ class Failovers:
         drain_s = handover.asked_s - handover.leaves_s
         now = self._clock()
         spans = copy_s, drain_s, now - handover.asked_s
-        self.figures.returns.append(Return(*names, *spans, now))
+        self._figures.returns.append(Return(*names, *spans, now))
         logger.warning("%s continues with the cache that %s had taken over", *names)
 
     def give_up(self, holder: HolderId) -> None:
         """Abandon the failover of a holder of which nothing is left, lost or not."""
         self.failing.pop(holder, None)
-        if holder in self.adopted:
-            self._ring.forget(holder)
+        if holder in self.adopted or self._fleet.is_lost(holder):
+            self.ring.forget(holder)
             self._fleet.placement.give_back(holder)
-        elif self._fleet.is_lost(holder):
-            self._ring.forget(holder)
 
     def end_all(self) -> bool:
         """End all failovers and replicas. Return True once every R-worker has confirmed; until
@@ -338,22 +294,17 @@ class Failovers:
             self._cancel(holder)
             self._fleet.placement.give_back(holder)
         self.failing.clear()
-        return self._ring.make_way(())
-
-    def is_member(self, holder: HolderId) -> bool:
-        """Return True if a holder has a replica in the ring, or keeps another's."""
-        return self._ring.has(holder)
+        return self.ring.make_way(())
 
     def mend(self, without: Collection[HolderId] = ()) -> None:
         """Close the ring again over the present members, but for ``without``, once no
         neighbour has anything of a lost one."""
         if self.failing or self.adopted:
             return
-        lost = self._fleet.lost
-        present = [one for one in self.circle if one not in lost]
+        present = self.present
         members = [one for one in present if one not in without]
-        if present and not self._ring.is_closed_over(members) and self._ring.make_way(members):
-            self.figures.num_rings += self._counts_links
-            self._ring.close(members)
+        if present and not self.ring.is_closed_over(members) and self.ring.make_way(members):
+            self.ring.close(members)
+            self.ring.figures.num_rings += 1
             if len(members) > 1:
                 logger.warning("the ring of replicas is closed over %d R-workers", len(members))

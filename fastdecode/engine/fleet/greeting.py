@@ -1,4 +1,4 @@
-"""What a fleet's holders receive, answer and offer before the first step."""
+"""Greetings of a fleet's holders before the first step, and the KV blocks that they offer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from fastdecode.core.errors import CapacityError, ConfigError, Given
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.groups import HolderPool
+from fastdecode.engine.fleet.replacements import limited
 from fastdecode.engine.fleet.ring import DISK
 from fastdecode.schedule.ring import num_offered
 from fastdecode.wire.blocks import Inventory, UseTier
@@ -33,50 +34,34 @@ def greet(
     Raises:
         ConfigError: If an R-worker lacks the memory for one KV block, or can't hold such a cache.
     """
+    welcomes: dict[HolderId, Welcome] = {}
     with fleet.pending.within(fleet.pending.deadlines.while_greeting()):
         for holder in fleet.holders if among is None else among:
-            most = (max_blocks or {}).get(holder, hello.max_blocks)
-            fleet.send(holder, replace(hello, max_blocks=most))
-        welcomes = _welcomed(fleet)
-    return {holder: welcomes[holder] for holder in welcomes if holder not in fleet.lost}
+            fleet.send(holder, limited(hello, max_blocks or {}, holder))
+        while fleet.is_owed:
+            received = fleet.receive()
+            for error in fleet.gone.values():
+                if error.code in (CapacityError.default_code, ConfigError.default_code):
+                    raise ConfigError(error.message, code=error.code)
+            if received is not None:
+                holder, welcome = received
+                assert isinstance(welcome, Welcome), "nothing else was asked"
+                welcomes[holder] = welcome
+    return {x: each for x, each in welcomes.items() if x not in fleet.lost}
 
 
 def use_tiers(fleet: HolderPool, identity: str, holders: Iterable[HolderId]) -> tuple[int, int]:
     """Open the lower tiers of these holders, and later of their replacements. Wait until all have
-    reported; the reports stay in the fleet's moves.
-
-    Returns:
-        How many blocks they have room for, and how many they have, in all.
-    """
-    message = UseTier(identity)
-    fleet.told_first = (message,)
+    reported; the reports stay in the fleet's moves. Return the blocks that they have room for, and
+    that they have, in all."""
+    fleet.tier = UseTier(identity)
     for holder in holders:
-        fleet.send(holder, fleet.tier_of(holder, message))
+        fleet.open_tier(holder)
     while fleet.is_owed:
         fleet.receive()
     reports = [news for news in fleet.moves if isinstance(news, Inventory)]
     num_slots = sum(news.num_slots for news in reports if news.is_last)
     return num_slots, sum(len(news.keys) for news in reports)
-
-
-def _welcomed(fleet: HolderPool) -> dict[HolderId, Welcome]:
-    """Return the answers to ``Hello``, which was sent to all.
-
-    Raises:
-        ConfigError: If ``greet`` does.
-    """
-    welcomes: dict[HolderId, Welcome] = {}
-    while fleet.is_owed:
-        received = fleet.receive()
-        for error in fleet.gone.values():
-            if error.code in (CapacityError.default_code, ConfigError.default_code):
-                raise ConfigError(error.message, code=error.code)
-        if received is None:
-            continue
-        holder, welcome = received
-        assert isinstance(welcome, Welcome), "nothing else was asked"
-        welcomes[holder] = welcome
-    return welcomes
 
 
 def offer_for_replicas(
@@ -85,19 +70,19 @@ def offer_for_replicas(
     welcomes: Mapping[HolderId, Welcome],
     keepers: Mapping[HolderId, HolderId],
 ) -> dict[HolderId, Welcome]:
-    """Ask every R-worker that is present to offer what leaves room for the replicas, as
-    ``offer_as_kept`` or ``offer_halves``. Replicas on disk take no room. ``keepers``: See
-    ``LinkOptions``.
+    """Ask every R-worker that is present to offer what leaves room for the replicas. Replicas on
+    disk take no room. ``keepers``: See ``LinkOptions``.
 
     Raises:
-        ConfigError, WorkerError: If these do, or if an R-worker has no disk for them.
+        ConfigError: If an R-worker or a keeper lacks the memory, or the disk, for a replica.
+        WorkerError: If a keeper is lost, or does not answer.
     """
     if DISK in keepers.values():
         check_disks(fleet, welcomes)
         return dict(welcomes)
     if keepers:
-        return offer_as_kept(fleet, hello, welcomes, keepers)
-    return offer_halves(fleet, hello, welcomes)
+        return _offer_as_kept(fleet, hello, welcomes, keepers)
+    return _offer_halves(fleet, hello, welcomes)
 
 
 def check_disks(fleet: HolderPool, welcomes: Mapping[HolderId, Welcome]) -> None:
@@ -113,18 +98,13 @@ def check_disks(fleet: HolderPool, welcomes: Mapping[HolderId, Welcome]) -> None
             )
 
 
-def offer_as_kept(
+def _offer_as_kept(
     fleet: HolderPool,
     hello: Hello,
     welcomes: Mapping[HolderId, Welcome],
     keepers: Mapping[HolderId, HolderId],
 ) -> dict[HolderId, Welcome]:
-    """Limit each holder's KV blocks to the room of its keeper, an R-worker without a holder.
-
-    Raises:
-        ConfigError: If a keeper lacks the memory for a replica.
-        WorkerError: If a keeper is lost, or does not answer.
-    """
+    """Limit each holder's KV blocks to the room of its keeper, an R-worker without a holder."""
     members = fleet.members
     rooms = greet(members, hello, among=keepers.values())
     for keeper in keepers.values():
@@ -143,11 +123,11 @@ def offer_as_kept(
     return greet(fleet, hello, offered)
 
 
-def offer_halves(
+def _offer_halves(
     fleet: HolderPool, hello: Hello, welcomes: Mapping[HolderId, Welcome]
 ) -> dict[HolderId, Welcome]:
-    """Ask every R-worker that is present to offer half of its KV blocks (``replicate``). One whose
-    cache is resumed has offered half before, and keeps that."""
+    """Ask every R-worker that is present to offer half of its KV blocks. In the other half it keeps
+    its neighbour's replica. One whose cache is resumed has offered half before, and keeps that."""
     present = sorted(welcomes)
     if len(present) == 1 < len(fleet):
         return dict(welcomes)  # all others are lost, and it continues alone
@@ -159,12 +139,8 @@ def offer_halves(
 
 def limits(num_blocks: Mapping[HolderId, int], num_workers: int) -> dict[int, int]:
     """Return the most KV blocks that each R-worker may offer when it is greeted later: what it has
-    offered, or the smallest offer if it was absent. Return no limits if all were.
-
-    Args:
-        num_blocks: What holders that were present have offered.
-        num_workers: How many of the first holders are R-workers.
-    """
+    offered, or the smallest offer if it was absent. Return no limits if all were. ``num_workers``:
+    Number of R-workers, which are the first holders."""
     offered = {index: num_blocks.get(HolderId(index), 0) for index in range(num_workers)}
     least = min(filter(None, offered.values()), default=0)
     return {index: number or least for index, number in offered.items()} if least else {}

@@ -1,14 +1,10 @@
 """Cache groups: holders that several R-workers keep together.
 
-The engine talks to **holders**. In a ``WorkerPool`` one R-worker keeps each holder's cache. A
-``CacheGroup`` is a holder of several **members**, each with a ``Shard`` of the cache: some layers,
-or some heads. Every member of a group is a holder of a ``WorkerPool``, which sends, receives, and
-notices losses.
-
-A group does two things. It cuts a message into the members' parts (``message.part``), and it joins
-their answers (``message.join``) once all that were asked have answered. Where one refuses, the
-others undo what they accepted. A group is lost when one of its members is. Replacements,
-``fastdecode.engine.fleet.resharing`` or replicas decide what follows.
+A ``CacheGroup`` is a holder of several **members**, each with a ``Shard`` of the cache: some
+layers, or some heads. Every member is a holder of a ``WorkerPool``, which sends, receives, and
+notices losses. A group cuts a message into the members' parts (``message.part``), and joins their
+answers (``message.join``). Where one refuses, the others undo what they accepted. A group is lost
+when one of its members is.
 """
 
 from __future__ import annotations
@@ -62,12 +58,8 @@ class JoinedMoves:
         self._fetching: dict[int, dict[HolderId, Progress]] = {}
         self._stocked: dict[HolderId, dict[bytes, int]] = {}  # of each member
         self._num_slots: dict[HolderId, int] = {}  # of members that have reported all
-        self._stores: set[int] = set()  # jobs
-        self.news: deque[MoveNews] = deque()
-        """Joined reports that were not taken yet."""
-
-    def begin_store(self, job: int) -> None:
-        self._stores.add(job)
+        self.stores: set[int] = set()  # jobs
+        self.news: deque[MoveNews] = deque()  # joined reports that were not taken yet
 
     def take(self, member: HolderId, news: MoveNews) -> dict[HolderId, set[bytes]]:
         """Take in a member's report. Return the blocks that members are to drop, since others
@@ -75,10 +67,10 @@ class JoinedMoves:
         match news:
             case Done():
                 return self._take_moved(member, news)
-            case Progress():
-                self._take_fetching(member, news)
             case Inventory():
                 return self._take_stocked(member, news)
+            case Progress():
+                self._take_fetching(member, news)
         return {}
 
     def _take_fetching(self, member: HolderId, news: Progress) -> None:
@@ -100,19 +92,16 @@ class JoinedMoves:
         del self._moved[news.job]
         self._fetching.pop(news.job, None)
         own_failed = {x: set(keys_of(each.missing)) for x, each in by_member.items()}
-        failed = {key for own in own_failed.values() for key in own}
-        reports = by_member.values()
-        num_bytes = sum(each.num_bytes for each in reports)
-        seconds = max(each.seconds for each in reports)
-        faults = map(sum, zip(*(each.faults for each in reports), strict=True))
-        reason = next((each.reason for each in reports if each.reason), "")
-        at = self._holder, news.job, words_of(sorted(failed))
-        names = "num_unread", "num_damaged", "num_unwritten", "num_late"
-        counts = dict(zip(names, faults, strict=True))
-        self.news.append(replace(Done(*at, num_bytes, seconds, reason=reason), **counts))
+        failed = set[bytes]().union(*own_failed.values())
+        joined = replace(news, holder=self._holder, missing=words_of(sorted(failed)))
+        for name in ("num_bytes", "num_unread", "num_damaged", "num_unwritten", "num_late"):
+            joined = replace(joined, **{name: sum(getattr(x, name) for x in by_member.values())})
+        reason = next((each.reason for each in by_member.values() if each.reason), "")
+        seconds = max(each.seconds for each in by_member.values())
+        self.news.append(replace(joined, seconds=seconds, reason=reason))
         # The engine gives up the blocks of a failed fetch by itself.
-        is_store = news.job in self._stores
-        self._stores.discard(news.job)
+        is_store = news.job in self.stores
+        self.stores.discard(news.job)
         return {x: failed - own for x, own in own_failed.items()} if is_store else {}
 
     def _take_stocked(self, member: HolderId, news: Inventory) -> dict[HolderId, set[bytes]]:
@@ -144,11 +133,7 @@ class _Asked:
 
 
 class CacheGroup:
-    """One holder of several members.
-
-    Args:
-        shards: What each member keeps. It may be known later (``begin``).
-    """
+    """One holder of several members. What each keeps may be known later (``begin``)."""
 
     def __init__(self, holder: HolderId, pool: WorkerPool, shards: Shards) -> None:
         self.holder: Final = holder
@@ -212,7 +197,7 @@ class CacheGroup:
         elif isinstance(message, BeginStep):
             self._want_lse[message.lane] = message.want_lse
         elif isinstance(message, Retain):
-            self.moves.begin_store(message.job)
+            self.moves.stores.add(message.job)
         if message.answers:
             asked = _Asked(message, due)
             for member in due:
@@ -290,8 +275,8 @@ class GroupPool:
         self._share_out = share_out
         self.is_greeting = False
         """True while members of a lost group are greeted again. No step waits for them."""
-        self.told_first: tuple[ToRWorker, ...] = ()
-        """Messages that a group is sent first when it is revived."""
+        self.tier: UseTier | None = None
+        """Opens the lower tiers of groups. None if they have none."""
         self._kept: deque[tuple[HolderId, Answer]] = deque()
         """Answers that arrived outside ``receive`` (``take_in``)."""
 
@@ -318,12 +303,10 @@ class GroupPool:
     def peer(self, holder: HolderId) -> str:
         return self.groups[holder].peer
 
-    def workers_of(self, holder: HolderId) -> dict[int, Shard]:
-        shards, placement = self.groups[holder].shards, self.members.placement
-        return {placement[member]: shard for member, shard in shards.items()}
-
-    def tier_of(self, holder: HolderId, message: UseTier) -> UseTier:
-        return message.of_column(holder) if len(self.groups) > 1 else message
+    def open_tier(self, holder: HolderId) -> None:
+        if self.tier is not None:
+            is_one_of_several = len(self.groups) > 1
+            self.send(holder, self.tier.of_column(holder) if is_one_of_several else self.tier)
 
     @property
     def has_moves(self) -> bool:
@@ -429,9 +412,7 @@ class GroupPool:
     def revive(self, holder: HolderId) -> None:
         """Use a group again, with other members or with members at other R-workers."""
         self.groups[holder].loss = None
-        for message in self.told_first:
-            own = self.tier_of(holder, message) if isinstance(message, UseTier) else message
-            self.send(holder, own)
+        self.open_tier(holder)
 
     def _begin(self, group: CacheGroup, hello: Hello) -> None:
         share_out = self._share_out if group is self.groups[0] else None

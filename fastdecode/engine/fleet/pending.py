@@ -61,13 +61,8 @@ class Deadlines:
         self._looked_s = self.clock()
 
     def end(self, since_s: float, heard_s: float | None, num_answers: int = 1) -> tuple[float, str]:
-        """Return when a peer has to be given up, and why.
-
-        Args:
-            since_s: When it was asked.
-            heard_s: When it last gave a sign of life. None if it gives none.
-            num_answers: Answers of other peers that it needs first, one after the other.
-        """
+        """Return when a peer that was asked at ``since_s`` has to be given up, and why.
+        ``num_answers``: Answers of other peers that it needs first, one after the other."""
         timeout_s = self.timeout_s * num_answers
         overdue_s = since_s + timeout_s
         silent_s, reason = self.silent_end(since_s, heard_s)
@@ -95,8 +90,7 @@ class _Due:
     since_s: float
     holder: HolderId
     message: Any  # what it is the answer to
-    num_answers: int
-    """Answers that the peer needs of others before it can give its own."""
+    num_answers: int  # answers that the peer needs of others before it can give its own
 
 
 class PendingReplies:

@@ -2,10 +2,9 @@
 of them are lost.
 
 The engine talks to **holders**, which are caches. The pool knows the **worker** that keeps each: a
-process at the end of one connection, by that connection's index. At first worker number i keeps
-holder number i; it may take over others' (``Placement``). A worker answers in the order in which
-it was asked. It is **lost**, with all its holders, when its connection breaks, when it sends
-``Failed``, when an answer is overdue, or when it sends an answer that it doesn't owe.
+process at the end of one connection, by that connection's index (``Placement``). A worker answers
+in the order in which it was asked. It is **lost**, with all its holders, when its connection
+breaks, when it sends ``Failed``, when an answer is overdue, or when it doesn't owe an answer.
 """
 
 from __future__ import annotations
@@ -34,12 +33,8 @@ RConnection: TypeAlias = Connection[ToRWorker, FromRWorker]
 
 
 class Placement:
-    """Which worker keeps which holder.
-
-    Args:
-        workers: Their indices. Each keeps the holder of that number at first.
-        keepers: The workers that only keep replicas: no holder has their numbers.
-    """
+    """Which worker keeps which holder: at first that of its index, unless it is one of the
+    ``keepers``, which only keep replicas."""
 
     def __init__(self, workers: Iterable[int], keepers: Collection[int] = ()) -> None:
         self._worker_of = {HolderId(index): index for index in workers}
@@ -68,8 +63,7 @@ class Placement:
     def move(self, holder: HolderId, to: HolderId) -> None:
         """Move a lost holder to the worker that keeps ``to``, and has a cache under the lost
         one's name."""
-        self._worker_of[holder] = self._worker_of[to]
-        self.has_moved = True
+        self.place(holder, self._worker_of[to])
 
     def place(self, holder: HolderId, index: int) -> None:
         self._former.add((self._worker_of[holder], holder))
@@ -79,8 +73,7 @@ class Placement:
     def give_back(self, holder: HolderId) -> None:
         """Move a holder to its own place: the worker that took it over is lost, has nothing left
         of it, or has handed it over."""
-        self._former.add((self._worker_of[holder], holder))
-        self._worker_of[holder] = holder
+        self.place(holder, holder)
 
 
 class WorkerPool:
@@ -91,7 +84,6 @@ class WorkerPool:
 
     Args:
         hub: One connection per worker. At first a holder's number is its connection's index.
-        timeout_s, silence_s, clock: See ``Deadlines``.
         absent: The workers that are lost from the beginning, and why.
         device: The cache on the S-worker's device, beside R-workers: the last holder. It answers
             inside ``send``, and is never lost.
@@ -124,14 +116,14 @@ class WorkerPool:
         self.pending: Final = PendingReplies(
             num_peers + num_relayed, Deadlines(timeout_s, silence_s, clock), self._heard_s
         )
-        """What workers owe, and when they last gave a sign of life, by their indices."""
+        """Answers that workers owe, and their last heartbeats, by their indices."""
         self._replications: list[tuple[int, ReplicationNews]] = []
         self._moves: list[tuple[int, MoveNews]] = []
         self.gone: Final = dict(absent or {})
         """The workers that are lost, whether or not others have taken their holders over, and
         why."""
-        self.told_first: tuple[ToRWorker, ...] = ()
-        """Messages that a replacement of a lost worker is sent first."""
+        self.tier: UseTier | None = None
+        """Opens the lower tiers of holders. None if they have none."""
         self._untold = list(self.gone)
         self._newcomers: list[str] = []
         self._early: deque[tuple[int, FromRWorker]] = deque()
@@ -151,7 +143,7 @@ class WorkerPool:
 
     @property
     def is_owed_at_once(self) -> bool:
-        """True if the device beside R-workers, which answers at once, owes an answer."""
+        """True if the device beside R-workers, which answers inside ``send``, owes an answer."""
         return False
 
     def hear_reports(self) -> None:
@@ -168,8 +160,9 @@ class WorkerPool:
             except WorkerError as error:
                 self._lose(index, error)
 
-    def tier_of(self, holder: HolderId, message: UseTier) -> UseTier:
-        return message
+    def open_tier(self, holder: HolderId) -> None:
+        if self.tier is not None:
+            self.send(holder, self.tier)
 
     @property
     def has_moves(self) -> bool:
@@ -225,7 +218,7 @@ class WorkerPool:
     @property
     def r_workers(self) -> list[HolderId]:
         """The holders of R-workers that are connected here, lost ones included."""
-        return [*filter(self.is_here, self.placement)]
+        return [x for x in self.placement if x < self.num_workers - (self._device is not None)]
 
     def is_here(self, holder: HolderId) -> bool:
         """Return True if the worker that keeps a holder is connected here, and not relayed to."""
@@ -233,10 +226,6 @@ class WorkerPool:
 
     def is_lost(self, holder: HolderId) -> bool:
         return self.placement[holder] in self.gone
-
-    def workers_of(self, holder: HolderId) -> dict[int, Shard]:
-        """Return the indices of the workers that keep a holder, and what each keeps of it."""
-        return {self.placement[holder]: Shard()}
 
     @property
     def members(self) -> WorkerPool:
@@ -308,9 +297,9 @@ class WorkerPool:
         answers = []
         self._find_closed()
         while self._early:
-            while self._early:
-                answers.append(self._taken(*self._early.popleft()))
-            self._find_closed()
+            answers.append(self._taken(*self._early.popleft()))
+            if not self._early:
+                self._find_closed()
         return [answer for answer in answers if answer is not None]
 
     def lose(self, holder: HolderId, error: FastDecodeError) -> None:
@@ -318,8 +307,7 @@ class WorkerPool:
 
     def revive(self, holder: HolderId, *, has_cache: bool = True) -> None:
         """Let a replacement keep a holder, which has connected in the holder's own place, and
-        answered ``Welcome``. ``has_cache``: it has opened its cache. One that takes a copy over
-        is sent ``told_first`` by the caller that asks it to."""
+        answered ``Welcome``. ``has_cache``: False if it is to take over a copy of a cache."""
         self.placement.give_back(holder)
         index = self.placement[holder]
         self.gone.pop(index, None)
@@ -327,8 +315,8 @@ class WorkerPool:
         self._untold = [lost for lost in self._untold if lost != index]
         if self.is_here(holder):
             self._newcomers.append(self._name(index))
-        for message in self.told_first if has_cache else ():
-            self.send(holder, message)
+        if has_cache:
+            self.open_tier(holder)
 
     def revive_elsewhere(self, holders: Iterable[HolderId]) -> bool:
         """Let the replacements of lost holders that later stages keep serve them, if all of them
@@ -410,10 +398,6 @@ class MixedPool(WorkerPool):
         if self._device is not None and index == self._device_index:
             return self._device
         return super()._connection(index)
-
-    @property
-    def r_workers(self) -> list[HolderId]:
-        return [x for x in super().r_workers if self._device is None or x != self._device_index]
 
     @property
     def is_owed_at_once(self) -> bool:

@@ -25,12 +25,12 @@ import numpy as np
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.failovers import Failovers
+from fastdecode.engine.fleet.failovers import Failovers, ReplicaFigures
 from fastdecode.engine.fleet.greeting import check_disks, offer_for_replicas
 from fastdecode.engine.fleet.groups import GroupPool, HolderPool
 from fastdecode.engine.fleet.replacements import HubReplacements, Replacements
 from fastdecode.engine.fleet.resharing import GROUP, Resharing, offer_room
-from fastdecode.engine.fleet.ring import LinkOptions
+from fastdecode.engine.fleet.ring import DISK, LinkFigures, LinkOptions, ReplicaState
 from fastdecode.schedule.life import events
 from fastdecode.wire.blocks import MISSING, TakenOver, TakeOver, words_of
 from fastdecode.wire.messages import MAX_ID, Hello, Welcome
@@ -73,14 +73,15 @@ class Replicas:
         clock: Clock = time.monotonic,
     ) -> None:
         self._fleet = fleet
-        (circle, options), *others = rings
-        first = Failovers(fleet.members, options, clock, circle)
-        own = [Failovers(fleet.members, each, clock, one, first.figures) for one, each in others]
-        self.rings: Final = [first, *own]
-        self._ring_of = {member: ring for ring in self.rings for member in ring.circle}
-        self.figures: Final = first.figures
+        self.figures: Final = ReplicaFigures()
         """Counts of what happened to replicas. Links are those of the first ring."""
-        self._options = options
+        links = [self.figures, *(LinkFigures() for _ in rings[1:])]
+        self.rings: Final = [
+            Failovers(fleet.members, options, clock, circle, self.figures, own)
+            for (circle, options), own in zip(rings, links, strict=True)
+        ]
+        self._ring_of = {member: ring for ring in self.rings for member in ring.circle}
+        self._options = rings[0][1]
         self._places: HubReplacements | None = None
         self._takeovers: dict[HolderId, _Takeover] = {}  # under way
 
@@ -91,20 +92,20 @@ class Replicas:
         Raises:
             WorkerError: If an R-worker that is to keep one does not answer.
         """
-        for ring in self.rings:
-            ring.begin()
+        for each in self.rings:
+            each.ring.close(each.present)
         begin_s = self._options.begin_s
-        if begin_s and not look_until_found(lambda: self._has_begun or None, begin_s):
+        if begin_s and not look_until_found(lambda: self._have_begun or None, begin_s):
             raise WorkerError(
                 f"no replica of the device's KV cache was ready within {begin_s:g} s",
                 code=TIMEOUT,
             )
 
     @property
-    def _has_begun(self) -> bool:
+    def _have_begun(self) -> bool:
         self._fleet.look()
         self.take_news(0)
-        return not any(ring.is_beginning for ring in self.rings)
+        return not any(ReplicaState.NEW in each.ring.states.values() for each in self.rings)
 
     @property
     def adopted(self) -> set[HolderId]:
@@ -118,23 +119,23 @@ class Replicas:
         return {self._fleet.owner(member) for ring in self.rings for member in ring.adopted}
 
     def _has_others(self, adopted: set[HolderId]) -> bool:
-        if not adopted:
-            return True
-        lost = self._fleet.lost
+        lost = self._fleet.lost if adopted else {}
         return any(one not in lost and one not in adopted for one in self._fleet.holders)
 
     def hand_over_to(self, replacements: Replacements | None) -> None:
         """Give replacements, if any may come, what neighbours took over."""
-        self._places = replacements if isinstance(replacements, HubReplacements) else None
-        self.rings[0].replacements = self._places
+        if isinstance(replacements, HubReplacements):
+            self._places = self.rings[0].replacements = replacements
 
     def take_news(self, last_step: int) -> None:
         """Take in what members have reported of their replicas. ``last_step``: the last one that
         has begun."""
         self._fleet.members.hear_reports()
-        reports = self._fleet.members.take_replications()
-        for ring in self.rings:
-            ring.take_news(last_step, [x for x in reports if x.holder in ring.circle])
+        for news in self._fleet.members.take_replications():
+            if (of := self._ring_of.get(HolderId(news.holder))) is not None:
+                of.ring.take(news, last_step)
+        for each in self.rings:
+            each.ring.count()
 
     def leaving(self, is_used: Callable[[HolderId], bool]) -> list[HolderId]:
         """Return holders of which a member is to leave the neighbour that took it over, since
@@ -148,7 +149,7 @@ class Replicas:
 
     def is_leaving(self, holder: HolderId) -> bool:
         """Return True if a member of a holder is on its way back to its own place."""
-        return any(self._ring_of[x].is_leaving(x) for x in self._fleet.shards_of(holder))
+        return any(x in self._ring_of[x].handovers for x in self._fleet.shards_of(holder))
 
     def lose(self, holder: HolderId, *, is_used: bool) -> bool:
         """Record the loss of a holder, by that of members. Return True if neighbours can take
@@ -175,8 +176,11 @@ class Replicas:
         """Let neighbours, or replacements, serve the members that a holder lost, and ask all its
         members what they have. Return False if an R-worker is missing for one."""
         holder = order.holder
-        moved = self._moving(holder)
-        if moved is None or not all(self._ring_of[x].take_over(x) for x in moved):
+        moved, may_move = list(self._fleet.shards_of(holder)), True
+        if len(moved) > 1:  # some may have been lost while steps in flight ended
+            may_move = all(self._lose_members(holder, is_used=True))
+            moved = [x for x in moved if self._ring_of[x].is_moving(x)]
+        if not may_move or not all(self._ring_of[x].take_over(x) for x in moved):
             self.emptied(holder)
             return False
         self._fleet.resume(holder)
@@ -185,25 +189,14 @@ class Replicas:
         self._ask(holder, dict(zip(parts, order.num_tokens, strict=True)), order.keys)
         return True
 
-    def _moving(self, holder: HolderId) -> list[HolderId] | None:
-        """Return the members that others are to serve. None if no R-worker can."""
-        members = list(self._fleet.shards_of(holder))
-        if len(members) > 1:  # some may have been lost while steps in flight ended
-            if not all(self._lose_members(holder, is_used=True)):
-                return None
-            return [x for x in members if self._ring_of[x].is_moving(x)]
-        return members
-
     def _ask(self, holder: HolderId, num_tokens: Mapping[int, int], keys: Sequence[bytes]) -> None:
         """Ask all members what they have of each part, and which kept blocks."""
-        ids, counts = np.array(list(num_tokens), np.int64), list(num_tokens.values())
-        self._takeovers[holder].asked = num_tokens
-        self._takeovers[holder].asked_keys = keys
-        session, is_in_file = self._options.session, self._options.are_in_files
-        message = TakeOver(
-            session, ids, np.array(counts, np.int32), keys=words_of(keys), is_in_file=is_in_file
-        )
-        self._fleet.send(holder, message)
+        takeover, is_in_file = self._takeovers[holder], DISK in self._options.keepers.values()
+        takeover.asked, takeover.asked_keys = num_tokens, keys
+        ids = np.array([*num_tokens], np.int64)
+        counts, words = np.array([*num_tokens.values()], np.int32), words_of(keys)
+        order = TakeOver(self._options.session, ids, counts, keys=words, is_in_file=is_in_file)
+        self._fleet.send(holder, order)
 
     def taken_over(self, holder: HolderId, answer: TakenOver) -> events.TakenOver | None:
         """Take in the answer of all members of a holder. Return None if some have to forget
@@ -234,7 +227,7 @@ class Replicas:
         greeting would make it forget the replica that it keeps."""
         lost = self._fleet.members.is_lost
         members = self._fleet.shards_of(holder)
-        return any(not lost(x) and self._ring_of[x].is_member(x) for x in members)
+        return any(not lost(x) and self._ring_of[x].ring.has(x) for x in members)
 
     def mend(self, vacant: Collection[HolderId] = (), *, may_return: bool = False) -> None:
         """Close the rings again over the members that are present, once no neighbour has
@@ -242,8 +235,7 @@ class Replicas:
 
         Args:
             vacant: Lost holders that nothing uses.
-            may_return: True if these are greeted again once their lost members have
-                replacements: the other members leave the rings before.
+            may_return: True if these are greeted again later: their members leave the rings before.
         """
         leaving: list[HolderId] = []
         for holder in vacant:
@@ -260,9 +252,8 @@ class HeadReplicas(Replicas):
     member over, or nothing is left of what one took over, all replicas end, and the remaining
     members share the heads again (``Resharing``)."""
 
-    @property
-    def adopted(self) -> set[HolderId]:
-        return self._adopted
+    def _has_others(self, adopted: set[HolderId]) -> bool:
+        return True  # or the heads are shared again
 
     def hand_over_to(self, replacements: Replacements | None) -> None:
         assert isinstance(replacements, Resharing)
@@ -274,10 +265,6 @@ class HeadReplicas(Replicas):
         self._fleet.look()  # no step awaits an answer to what was asked before
         self.take_news(0)
         return self.rings[0].end_all()
-
-    def reopened(self) -> list[HolderId]:
-        """Return no holder: the heads are shared again instead."""
-        return []
 
     def emptied(self, holder: HolderId) -> None:
         self.rings[0].end_all()
@@ -302,20 +289,18 @@ def replicate(
     clock: Clock = time.monotonic,
     circle: Sequence[HolderId] | None = None,
 ) -> tuple[dict[HolderId, Welcome], Replicas]:
-    """Ask every R-worker that is present to offer half of its KV blocks. In the other half it
-    keeps a replica of its neighbour's, once the replicas begin. Where R-workers without holders
-    keep the replicas, holders offer what these R-workers have room for.
+    """Ask every R-worker that is present to offer what leaves room for the replicas.
 
     Args:
         circle: The holders that have replicas. None for all. Others offer all that they have.
 
     Raises:
         ConfigError: If there is a single R-worker, or one lacks the memory or the disk.
-        WorkerError: If no member of a group that shares heads is left, or as ``offer_as_kept``.
+        WorkerError: If no member of a group that shares heads is left, or a keeper is lost.
     """
     circle = fleet.members.holders if circle is None else circle
     if isinstance(fleet, GroupPool):
-        if options.are_in_files:
+        if DISK in options.keepers.values():
             check_disks(fleet, {x: each for x, each in welcomes.items() if x == GROUP})
         else:
             welcomes = offer_room(fleet, hello, welcomes)

@@ -29,10 +29,9 @@ GROUP: Final = HolderId(0)
 
 
 def in_heads(members: WorkerPool) -> GroupPool:
-    """Return one group whose members share out the KV heads (``--r-partition heads``): each keeps
-    some heads of every sequence, and has the same share of every step's work, up to whole heads.
-    The group's capacity is that of its smallest member. A device beside R-workers is a group of
-    its own."""
+    """Return one group whose members share out the KV heads: each keeps some heads of every
+    sequence, and has the same share of every step's work, up to whole heads. The group's capacity
+    is that of its smallest member. A device beside R-workers is a group of its own."""
     beside = [x for x in members.placement if x not in members.r_workers]
     return GroupPool(members, [{}, *({x: Shard()} for x in beside)], share_out_heads)
 
@@ -48,11 +47,8 @@ def share_out_heads(members: WorkerPool, hello: Hello) -> dict[HolderId, Shard]:
 
 
 def share_heads(num_q_heads: int, num_kv_heads: int, num_workers: int) -> list[HeadShare]:
-    """Return shares as even as whole KV heads allow.
-
-    Raises:
-        ConfigError: If there are fewer KV heads than R-workers.
-    """
+    """Return shares as even as whole KV heads allow. Raises ConfigError: If there are fewer KV
+    heads than R-workers."""
     if num_workers > num_kv_heads:
         raise ConfigError(
             f"{num_workers} R-workers can't share {num_kv_heads} KV heads: start {num_kv_heads} at "
@@ -94,22 +90,15 @@ def offer_room(
 
 
 def greet_members(fleet: GroupPool, hello: Hello) -> dict[HolderId, Welcome]:
-    """Greet the members. If one is lost meanwhile, the others share its heads.
-
-    Raises:
-        WorkerError: If none is left.
-    """
+    """Greet the members. If one is lost meanwhile, the others share its heads. Raises WorkerError:
+    If none is left."""
     while GROUP not in (welcomes := greet(fleet, hello)):
         _begin_again(fleet)
     return welcomes
 
 
 def _begin_again(fleet: GroupPool) -> None:
-    """Make a group of the members that are left.
-
-    Raises:
-        WorkerError: If none is.
-    """
+    """Make a group of the members that are left. Raises WorkerError: If none is."""
     fleet.take_losses()
     if all(map(fleet.members.is_lost, fleet.members.r_workers)):
         raise next(iter(fleet.gone.values()))
@@ -119,10 +108,7 @@ def _begin_again(fleet: GroupPool) -> None:
 def most_blocks(group: CacheGroup, hello: Hello) -> int:
     """Return the most blocks that each member of a group may offer, which has just been greeted, so
     that it has room for its neighbour's replica. 0, for all blocks, if there is a single member.
-
-    Raises:
-        ConfigError: If there isn't the memory.
-    """
+    Raises ConfigError: If there isn't the memory."""
     if len(group.shards) < 2:
         return 0
     blocks = [welcome.num_blocks for welcome in group.welcomes.values()]
@@ -130,11 +116,8 @@ def most_blocks(group: CacheGroup, hello: Hello) -> int:
 
 
 class Resharing:
-    """Greets the remaining members of a lost group with other heads (``Replacements``).
-
-    Args:
-        places: R-workers that may replace a member. None if there are none.
-    """
+    """Greets the remaining members of a lost group with other heads (``Replacements``). ``places``:
+    R-workers that may replace a member, or None."""
 
     def __init__(
         self,
@@ -173,17 +156,13 @@ class Resharing:
 
     def keep_replicas(self, have_ended: Callable[[], bool]) -> HubReplacements | None:
         """Let members that share the heads again keep replicas, too. Return what replaces members.
-
-        Args:
-            have_ended: Returns True once no neighbour can take over any more.
-        """
+        ``have_ended``: Returns True once no neighbour can take over."""
         self._have_ended = have_ended
         self._limit()
         return self._places
 
     def look(self, lost: Iterable[int]) -> dict[int, Welcome]:
-        """Return the group's welcome once all members have answered. That may take long: they
-        may compile kernels for other numbers of heads."""
+        """Return the group's welcome once all members have answered. They may compile kernels."""
         if GROUP not in lost or not self._may_begin():
             return {}
         while self._welcome is None and self._num_left:

@@ -1,4 +1,4 @@
-"""The ring of R-workers as the engine sees it: which keeps which replica, and how far each is.
+"""The replicas of one ring of R-workers: which R-worker keeps which, and how far each is.
 
 The members change (``close``): without a lost R-worker, and with a replacement. A member that gets
 another neighbour begins a new link; the others keep theirs.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final
@@ -16,7 +16,6 @@ from typing import Final
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.wire.blocks import (
     NO_STEP,
@@ -24,7 +23,6 @@ from fastdecode.wire.blocks import (
     DropCache,
     Dropped,
     Replicate,
-    Replicated,
     ReplicationNews,
 )
 from fastdecode.wire.transport import TIMEOUT
@@ -35,76 +33,17 @@ logger = logging.getLogger(__name__)
 MOST_LAG: Final = 1000  # steps; a replica that is further behind counts as that far
 
 
-class _Replica(Enum):
+class ReplicaState(Enum):
     """State of a holder's replica."""
 
     NEW = "new"  # begun, but its keeper has reported nothing yet
     KEPT = "kept"
-    CAUGHT_UP = "caught up"
-    """It has had all that was cached at the end of some step."""
+    CAUGHT_UP = "caught up"  # it has had all that was cached at the end of some step
     ENDED = "ended"  # missing, or no longer kept up to date
 
 
-class Protection:
-    """Which holders' replicas are usable, and how far they lag."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._states: dict[HolderId, _Replica] = {}
-        self._unprotected_since_s: float | None = None
-        self.unprotected_s = 0.0
-        """Time in which some R-worker had no replica, up to the last ``count``."""
-        self.lags: Counter[int] = Counter()
-        """How often each lag was reported: steps begun since the one that a neighbour has, at
-        most ``MOST_LAG``."""
-
-    @property
-    def bare(self) -> set[HolderId]:
-        """Holders without a replica that could take over."""
-        kept = _Replica.KEPT, _Replica.CAUGHT_UP
-        return {holder for holder, state in self._states.items() if state not in kept}
-
-    @property
-    def members(self) -> set[HolderId]:
-        """Holders that are to have replicas, or had until they were lost."""
-        return set(self._states)
-
-    def begin(self, holder: HolderId) -> None:
-        """Track a new replica, without a report yet."""
-        self._states[holder] = _Replica.NEW
-
-    def end(self, holder: HolderId) -> None:
-        """Note that a holder's replica is no longer kept up to date."""
-        self._states[holder] = _Replica.ENDED
-
-    def only(self, kept: Collection[HolderId], members: Collection[HolderId]) -> None:
-        """Track the ring's members alone, of which the ``kept`` have replicas."""
-        self._states = dict.fromkeys(members, _Replica.ENDED) | {
-            holder: self._states.get(holder, _Replica.KEPT) for holder in kept
-        }
-
-    def hear(self, news: Replicated, last_step: int) -> None:
-        """Take in how far a replica is. ``last_step``: the last one that has begun."""
-        holder = HolderId(news.holder)
-        has_caught_up = news.step != NO_STEP
-        if self._states.get(holder) in (_Replica.NEW, _Replica.KEPT):
-            self._states[holder] = _Replica.CAUGHT_UP if has_caught_up else _Replica.KEPT
-        if has_caught_up:
-            self.lags[min(max(0, last_step - news.step), MOST_LAG)] += 1
-
-    def is_cut(self, holder: HolderId) -> bool:
-        """Return True if a replica is missing, or no longer kept up to date."""
-        return self._states.get(holder) is _Replica.ENDED
-
-    def has_caught_up(self, holder: HolderId) -> bool:
-        return self._states.get(holder) is _Replica.CAUGHT_UP
-
-    def count(self) -> None:
-        """Count the time in which some R-worker has no replica, up to now."""
-        now = self._clock()
-        if self._unprotected_since_s is not None:
-            self.unprotected_s += now - self._unprotected_since_s
-        self._unprotected_since_s = now if self.bare else None
+USABLE: Final = (ReplicaState.KEPT, ReplicaState.CAUGHT_UP)
+"""States of a replica whose keeper could take over."""
 
 
 DISK: Final = HolderId(-1)
@@ -116,7 +55,7 @@ class LinkOptions:
     """Options that all replication links share."""
 
     addresses: Sequence[str] | Mapping[HolderId, str]
-    """What R-workers call each other, by their holders; a replacement has its own."""
+    """Names under which R-workers reach each other, by their holders."""
     num_bytes: int  # most bytes in flight without an answer, per link
     timeout_s: float  # how long a neighbour may take to make room
     session: int  # secret of this run, in which holders were greeted
@@ -126,33 +65,49 @@ class LinkOptions:
     begin_s: float = 0.0
     """How long the start waits for all replicas. At 0 they are made while sequences run."""
 
-    @property
-    def are_in_files(self) -> bool:
-        """True if all replicas are in files."""
-        return DISK in self.keepers.values()
 
-    def address(self, keeper: HolderId) -> str:
-        """Return where R-workers reach a keeper."""
-        return ON_DISK if keeper == DISK else self.addresses[keeper]
+@dataclass
+class LinkFigures:
+    """Counts of what happened to the replicas of a ring."""
+
+    num_rings: int = 0
+    """Times that the ring was closed again after a loss, or over a replacement."""
+    unprotected_s: float = 0.0  # time in which some R-worker had no replica
+    lags: Counter[int] = field(default_factory=Counter)
+    """How often each lag was reported: steps begun since the one that a neighbour has, at most
+    ``MOST_LAG``."""
 
 
 class Ring:
     """A ring of holders, each an R-worker. The next of each keeps its replica."""
 
     def __init__(
-        self, fleet: WorkerPool, options: LinkOptions, clock: Clock, deadlines: Deadlines
+        self, fleet: WorkerPool, options: LinkOptions, clock: Clock, figures: LinkFigures
     ) -> None:
         self._fleet = fleet
-        self._deadlines = replace(deadlines)  # the ring looks at other times than the pool
+        # The ring looks at other times than the pool.
+        self._deadlines = replace(fleet.pending.deadlines)
         self.options: Final = options
+        self._clock = clock
+        self.figures = figures
         # The keeper of each holder's replica. A holder may be its own: its replacement keeps a
         # copy while a neighbour serves it.
         self._keepers: dict[HolderId, HolderId] = {}
+        self.states: dict[HolderId, ReplicaState] = {}
+        """State of each holder's replica, if it is to have one, or had until it was lost."""
+        self._unprotected_since_s: float | None = None
         # When each replica that ends was to be dropped, by holder and keeper.
         self._dropping: dict[tuple[HolderId, HolderId], float] = {}
         self._links: Counter[HolderId] = Counter()
         """Number of each holder's last link, which all reports on it carry. 0 before the first."""
-        self.protection: Final = Protection(clock)
+
+    def count(self) -> None:
+        """Count the time in which some R-worker has no replica, up to now."""
+        now = self._clock()
+        if self._unprotected_since_s is not None:
+            self.figures.unprotected_s += now - self._unprotected_since_s
+        is_bare = any(state not in USABLE for state in self.states.values())
+        self._unprotected_since_s = now if is_bare else None
 
     def make_way(self, members: Sequence[HolderId]) -> bool:
         """Drop every replica that a ring of ``members`` does not use. Return True once all drops
@@ -162,41 +117,37 @@ class Ring:
             if wanted.get(holder) != keeper:
                 self._end(holder)
                 self.forget(holder)
-        self._give_up_silent()
-        gone = self._fleet.gone
-        self._dropping = {
-            pair: since_s for pair, since_s in self._dropping.items() if pair[1] not in gone
-        }
-        return not self._dropping
-
-    def _give_up_silent(self) -> None:
-        """Lose keepers that are to drop a replica, and hang. They owe no answer, so the pool
-        would not notice them while no step is in flight."""
-        deadlines, heard_s = self._deadlines, self._fleet.pending.heard_s
+        # Keepers that hang are lost here: they owe no answer, so the pool would not notice them
+        # while no step is in flight.
+        deadlines, heard_s, gone = self._deadlines, self._fleet.pending.heard_s, self._fleet.gone
         now = deadlines.begin_look()
         for (_, keeper), since_s in list(self._dropping.items()):
             end_s, reason = deadlines.end(since_s, heard_s(keeper))
-            if end_s <= now and keeper not in self._fleet.gone:
+            if end_s <= now and keeper not in gone:
                 error = WorkerError(f"{self._fleet.peer(keeper)} {reason}", code=TIMEOUT)
                 self._fleet.lose(keeper, error)
         deadlines.end_look()
+        self._dropping = {x: since_s for x, since_s in self._dropping.items() if x[1] not in gone}
+        return not self._dropping
 
     def is_closed_over(self, members: Sequence[HolderId]) -> bool:
         """Return True if these are the ring, or a loss is still to be reported (``lose``)."""
         gone = self._fleet.gone
         if gone and any(gone.keys() & pair for pair in self._keepers.items()):
             return True
-        return self._keepers == self._pairs(members) and self.protection.members == set(members)
+        return self._keepers == self._pairs(members) and self.states.keys() == set(members)
 
     def close(self, members: Sequence[HolderId]) -> None:
         before, self._keepers = self._keepers, self._pairs(members)
         if not self._keepers:
             logger.warning("no replicas: all R-workers but one are lost")
-        self.protection.only(self._keepers.keys(), members)
-        new = {holder for holder in self._keepers if before.get(holder) != self._keepers[holder]}
-        for holder in new:
-            self._begin(holder, self.options.address(self._keepers[holder]))
-        self.protection.count()
+        self.states = dict.fromkeys(members, ReplicaState.ENDED) | {
+            holder: self.states.get(holder, ReplicaState.KEPT) for holder in self._keepers
+        }
+        for holder, keeper in self._keepers.items():
+            if before.get(holder) != keeper:
+                self._begin(holder, keeper)
+        self.count()
 
     def _pairs(self, members: Sequence[HolderId]) -> dict[HolderId, HolderId]:
         """Return the keeper of each replica. A single member of a ring has none."""
@@ -226,21 +177,19 @@ class Ring:
     def keep_again(self, holder: HolderId) -> None:
         """Let the R-worker that restored a holder from a file keep its replica there."""
         if self._is_in_file(holder):
-            self._begin(holder, ON_DISK)
+            self._begin(holder, DISK)
 
     def _is_in_file(self, holder: HolderId) -> bool:
         return self._keepers.get(holder) == DISK
 
     def lose(self, holder: HolderId) -> None:
         """Record the loss of a holder: its replica ends, and the one that it kept is lost."""
-        for pair in [pair for pair in self._dropping if pair[1] == holder]:
-            del self._dropping[pair]
-        self.protection.end(holder)
+        self._dropping = {x: since_s for x, since_s in self._dropping.items() if x[1] != holder}
+        self._set(holder, ReplicaState.ENDED)
         for one, keeper in list(self._keepers.items()):
             if keeper == holder != one:
                 self._end(one)
                 del self._keepers[one]
-        self.protection.count()
 
     def forget(self, holder: HolderId) -> None:
         """Drop a holder's replica, also where a neighbour took it over."""
@@ -252,21 +201,18 @@ class Ring:
     def copy(self, holder: HolderId) -> None:
         """Copy a cache that a neighbour serves to the replacement of its holder."""
         self._keepers[holder] = holder
-        self._begin(holder, self.options.addresses[holder])
-        self.protection.count()
+        self._begin(holder, holder)
 
     def stop_copying(self, holder: HolderId, source: HolderId) -> None:
         """Stop the copy to ``holder``; ``source`` keeps serving it."""
         self._keepers[holder] = source
         self._end(holder)
-        self.protection.count()
 
     def moved(self, holder: HolderId, source: HolderId) -> None:
         """Note that the replacement serves the copy: the neighbour (``source``) drops its own."""
         del self._keepers[holder]
-        self.protection.end(holder)
+        self._set(holder, ReplicaState.ENDED)
         self._drop(holder, source)
-        self.protection.count()
 
     def take(self, news: ReplicationNews, last_step: int) -> None:
         """Take in a report of an R-worker. ``last_step``: the last one that has begun."""
@@ -281,34 +227,41 @@ class Ring:
         elif news.link < number or holder not in self._keepers:
             pass  # of a link that is over
         elif not news.reason:
-            self.protection.hear(news, last_step)
+            has_caught_up = news.step != NO_STEP
+            if self.states.get(holder) in (ReplicaState.NEW, ReplicaState.KEPT):
+                self._set(holder, ReplicaState.CAUGHT_UP if has_caught_up else ReplicaState.KEPT)
+            if has_caught_up:
+                self.figures.lags[min(max(0, last_step - news.step), MOST_LAG)] += 1
         else:
             name = self._fleet.peer(holder)
             logger.warning("%s no longer has a replica: %s", name, news.reason)
-            self.protection.end(holder)
-        self.protection.count()
+            self._set(holder, ReplicaState.ENDED)
 
-    def _begin(self, holder: HolderId, keeper: str) -> None:
+    def _set(self, holder: HolderId, state: ReplicaState) -> None:
+        self.states[holder] = state
+        self.count()
+
+    def _begin(self, holder: HolderId, keeper: HolderId) -> None:
         """Begin a link of the holder's to a new keeper, without a report yet."""
-        self.protection.begin(holder)
-        self._tell(holder, keeper)
+        self._set(holder, ReplicaState.NEW)
+        self._tell(holder, ON_DISK if keeper == DISK else self.options.addresses[keeper])
 
     def _tell(self, holder: HolderId, keeper: str) -> None:
         """Ask a holder to replicate to the R-worker at ``keeper`` over a new link. Empty to stop
         replicating."""
         self._links[holder] += 1
-        options = self.options
-        number, timeout_s = self._links[holder], options.timeout_s
-        self._fleet.send(holder, Replicate(keeper, options.num_bytes, number, timeout_s))
+        options, number = self.options, self._links[holder]
+        order = Replicate(keeper, options.num_bytes, number, options.timeout_s)
+        self._fleet.send(holder, order)
 
     def _drop(self, holder: HolderId, keeper: HolderId) -> None:
         if keeper not in self._fleet.gone:
             self._dropping[holder, keeper] = self._deadlines.clock()
-            link = self._links[holder] if self.options.are_in_files else 0
+            link = self._links[holder] if DISK in self.options.keepers.values() else 0
             self._fleet.send(keeper, DropCache(self.options.session, holder, keeper, link))
 
     def _end(self, holder: HolderId) -> None:
         """Stop keeping a holder's replica up to date."""
-        self.protection.end(holder)
+        self._set(holder, ReplicaState.ENDED)
         if holder not in self._fleet.lost:
             self._tell(holder, "")

@@ -36,8 +36,12 @@ _KINDS: Final[dict[Any, Any]] = {
     "str | None": str | None,
 }
 """How fields of these types are read."""
-_COUNTS: Final = (AdoptionCounts, TierCounts)
-"""Totals that have totals of their own."""
+_FRESH: Final = EngineStats()
+_NUMBERS, _TOTALS, _TIMES = (
+    [each.name for each in fields(_FRESH) if isinstance(getattr(_FRESH, each.name), kinds)]
+    for kinds in ((int, float), (AdoptionCounts, TierCounts), LatencyHistogram)
+)
+"""Fields of ``EngineStats``: numbers, totals that have totals of their own, and times."""
 
 
 class EngineClient:
@@ -45,7 +49,6 @@ class EngineClient:
 
     Args:
         name: What people call it: its address, for example.
-        send: Sends to it.
         welcome: Its answer to the greeting. None if it is not connected yet.
         room: The welcome of an instance like it, for as long as it is not connected.
     """
@@ -68,11 +71,9 @@ class EngineClient:
             self.broken = WorkerError(f"instance {name} is not connected yet")
         self.stranded: FastDecodeError | None = None
         """Why it runs nothing for now, though it lives."""
-        self.unsent: Exception | None = None
-        """Why a message could not be sent."""
+        self.unsent: Exception | None = None  # why a message could not be sent
         self.num_returns = self.num_steps = 0
-        self.quiet_s = 0.0
-        """Seconds without a message from it."""
+        self.quiet_s = 0.0  # seconds without a message from it
         self.stats = EngineStats()
         self._figures: EngineFigures | None = None
         self._num_live: int | None = None  # R-workers, as reported
@@ -143,26 +144,19 @@ class EngineClient:
 def sum_stats(each: Sequence[EngineStats]) -> EngineStats:
     """Return the totals of several engines together."""
     total = EngineStats()
-    _sum_into(total, each)
-    for name in _names_of(LatencyHistogram):
-        for stats in each:
+    for stats in each:
+        _add(total, stats, _NUMBERS)
+        for name in _TOTALS:
+            own = getattr(total, name)
+            _add(own, getattr(stats, name), [field.name for field in fields(own)])
+        for name in _TIMES:
             getattr(total, name).add_all(getattr(stats, name))
     return total
 
 
-def _sum_into(total: Any, each: Sequence[Any]) -> None:
-    for field in fields(total):
-        values = [getattr(one, field.name) for one in each]
-        if values and isinstance(values[0], (int, float)):
-            setattr(total, field.name, sum(values))
-        elif values and isinstance(values[0], _COUNTS):
-            _sum_into(getattr(total, field.name), values)
-
-
-def _names_of(kinds: type | tuple[type, ...]) -> list[str]:
-    """Return the totals that are of one of these types."""
-    usual = EngineStats()
-    return [field.name for field in fields(usual) if isinstance(getattr(usual, field.name), kinds)]
+def _add(total: Any, more: Any, names: Sequence[str]) -> None:
+    for name in names:
+        setattr(total, name, getattr(total, name) + getattr(more, name))
 
 
 def sum_figures(each: Sequence[EngineFigures]) -> EngineFigures:
@@ -179,12 +173,11 @@ def status_of(running: Any) -> dict[str, Any]:
 def status_to_json(stats: EngineStats, figures: EngineFigures | None) -> dict[str, Any]:
     """Return totals by their names, and figures if they are reported this time: the one form of
     status files, ``/status.json``, metrics and instances' reports."""
-    histograms = {name: getattr(stats, name) for name in _names_of(LatencyHistogram)}
     return {
-        **{name: getattr(stats, name) for name in _names_of((int, float))},
-        **{name: asdict(getattr(stats, name)) for name in _names_of(_COUNTS)},
+        **{name: getattr(stats, name) for name in _NUMBERS},
+        **{name: asdict(getattr(stats, name)) for name in _TOTALS},
         "s_compute_s": stats.s_compute_s,
-        "times": {name: list(x.counts.items()) for name, x in histograms.items()},
+        "times": {name: list(getattr(stats, name).counts.items()) for name in _TIMES},
         **({} if figures is None else asdict(figures)),
     }
 
@@ -193,9 +186,9 @@ def status_from_json(said: Any) -> tuple[EngineStats, EngineFigures | None]:
     """Read a report. Raises ProtocolError: If no instance can have seen that."""
     try:
         stats = _read(EngineStats, said)
-        for name in _names_of(_COUNTS):
+        for name in _TOTALS:
             setattr(stats, name, _read(type(getattr(stats, name)), said[name]))
-        for name in _names_of(LatencyHistogram):
+        for name in _TIMES:
             for bucket, count in convert(said["times"][name], list[tuple[_Whole, _Whole]]):
                 getattr(stats, name).add_count(bucket, count)
         if "r_workers" not in said:

@@ -6,18 +6,31 @@ They are processes that this one starts, processes at addresses, or ranks of thi
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import logging
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple, get_args
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
 
+from fastdecode.core import errors
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.config.instances import Instances
-from fastdecode.core.errors import ConfigError, Given, WorkerError, imports_for
+from fastdecode.core.config.instances import InstanceRole
+from fastdecode.core.errors import (
+    ConfigError,
+    FastDecodeError,
+    Given,
+    MissingExtraError,
+    WorkerError,
+    imports_for,
+)
 from fastdecode.core.host.openmp import is_spinning_chosen, spin_longer
+from fastdecode.core.host.processes import python_command
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.model.identity import Identity, identify
 from fastdecode.core.model.spec import ModelSpec
@@ -32,7 +45,7 @@ from fastdecode.engine.instances.registry import (
     greet,
     identity_of,
 )
-from fastdecode.engine.instances.replanning import slo_of, start_replanning
+from fastdecode.engine.instances.replanning import Replanner, slo_of
 from fastdecode.engine.instances.router import Router
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.setup.transport import shares_thread
@@ -42,10 +55,14 @@ from fastdecode.text.codec import TextCodec
 from fastdecode.wire.instances import InstanceHello, InstanceSays, InstanceWelcome, ToInstance
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
 from fastdecode.wire.mpi.job import join
-from fastdecode.wire.mpi.ranks import InstanceRanks, link_address
+from fastdecode.wire.mpi.ranks import (
+    InstanceRanks,
+    launched_size,
+    link_address,
+    without_launcher,
+)
 
 if TYPE_CHECKING:
-    from fastdecode.wire.mpi.connection import MpiJob
     from fastdecode.wire.zmq.hub import ZmqHub
     from fastdecode.wire.zmq.keys import ClusterKey
 
@@ -53,7 +70,12 @@ logger = logging.getLogger(__name__)
 
 SAYS: Final = frozenset([*get_args(InstanceSays), Failed])
 _REACH_S: Final = 20.0
-"""For instances that are being started at the same time, and whose models are loaded."""
+"""Longest wait for instances that are started at the same time, and load their models."""
+CLOSING_S = 45.0  # how long instances may take to end, all together
+_BOOT: Final = (
+    "from fastdecode.core.host.processes import end_with; end_with(int(given), 'an instance'); "
+    "from fastdecode.engine.instances.processes import serve_spawned; serve_spawned()"
+)
 
 
 def make_service(
@@ -63,10 +85,7 @@ def make_service(
     times: MeasuredTimes | None,
     session: Session | None,
 ) -> EngineService:
-    """Return the service that runs requests as it was configured. It isn't open yet.
-
-    Args:
-        config, progress, trace, times, session: See ``fastdecode.engine.llm.LLM``.
+    """Return the service that runs requests as it was configured (``LLM``). It isn't open yet.
 
     Raises:
         ConfigError: If some of them are of one engine only.
@@ -96,8 +115,6 @@ class RunningCluster:
     """Instances, and the router that spreads requests over them. Close it when done.
 
     Args:
-        config: What the user chose.
-        progress: Called with a line for each step of the start.
         inbox: Of the thread that makes this object.
 
     Raises:
@@ -106,8 +123,7 @@ class RunningCluster:
         WorkerError: If no instance answers.
     """
 
-    has_hung_r_workers = False
-    """Other processes' R-workers do not keep this one from ending."""
+    has_hung_r_workers = False  # other processes' R-workers do not keep this one from ending
 
     def __init__(
         self, config: EngineConfig, progress: Callable[[str], None] | None, inbox: Inbox
@@ -125,27 +141,33 @@ class RunningCluster:
         with contextlib.ExitStack() as opened:
             self.codec = TextCodec.load(checkpoint.directory, own.max_model_len)
             opened.callback(self.codec.close)
+            hub, names, patience_s, unreached = _reach(config, tell, opened)
             hello = InstanceHello(PROTOCOL_VERSION, checkpoint.model_hash)
-            reached = _reach(config, tell, opened)
-            welcomes = _greet_all(reached, hello)
+            welcomes, failed = greet(hub, hello, patience_s, unreached)
+            if not welcomes:
+                raise next(iter(failed.values()))
+            for number, why in failed.items():
+                logger.warning("the job starts without an instance: %s", why.message)
+                hub.connections[number].close()
             self.identity = _common(config, own, welcomes)
-            for number, name in enumerate(reached.names):
+            for number, name in enumerate(names):
                 found = welcomes.get(number)
                 what = (
                     "is not connected yet" if found is None else f"{found.name}, {found.role.value}"
                 )
                 tell(f"instance {name}: {what}")
-            self.engine = _make_router(self.spec, reached, welcomes)
-            timeout_s = config.cluster.worker_timeout_s
+            self.engine = _make_router(self.spec, hub, names, welcomes)
             inbox.registry = self._registry = Registry(
-                reached.hub, self.engine, hello, identity_of(self.welcomes[0]), timeout_s,
-                may_return=reached.may_return,
-            )  # fmt: skip
+                hub,
+                self.engine,
+                hello,
+                identity_of(self.welcomes[0]),
+                config.cluster.worker_timeout_s,
+                may_return=bool(config.instances.addresses),
+            )
             if config.instances.replan_slo is not None:
                 token_bytes = self.spec.kv_spec(self.identity.kv_dtype).token_bytes
-                replanner = start_replanning(
-                    config.instances.replan_slo, self.engine, token_bytes, tell
-                )
+                replanner = Replanner(config.instances.replan_slo, self.engine, token_bytes, tell)
                 opened.callback(replanner.close)
                 self._registry.on_turn = replanner.look
             self._opened = opened.pop_all()
@@ -166,21 +188,13 @@ class RunningCluster:
         return sum(each.num_live_r_workers for each in self.engine.clients)
 
     def close(self) -> None:
-        """Say goodbye to the instances. Those that this process has started end. Safe to call
-        twice."""
+        """Say goodbye to instances, and end those that this process started. Safe to call twice."""
         self._opened.close()
 
 
-class _Reached(NamedTuple):
-    """Connections to instances."""
-
-    hub: InstanceHub
-    names: Sequence[str]
-    patience_s: float = LOADING_TIMEOUT_S
-    """For instances to load their models."""
-    unreached: Mapping[int, WorkerError] = {}
-    may_return: bool = False
-    """Lost instances may come back at their addresses."""
+_Reached: TypeAlias = tuple[InstanceHub, Sequence[str], float, Mapping[int, WorkerError]]
+"""Connections to instances, their names, for how long to wait until they have loaded their models,
+and why some were not reached."""
 
 
 def _reach(
@@ -190,26 +204,133 @@ def _reach(
     if config.instances.placed:
         return _reach_ranks(config, opened)
     with imports_for("instances"):
-        from fastdecode.engine.instances.spawned import spawn
         from fastdecode.wire.zmq.keys import read_key
 
     names: Sequence[str] = config.instances.addresses
     addresses, key = names, read_key(config.cluster.key)
     if config.instances.roles:
-        names, addresses, key = spawn(config, tell, opened)
+        names, addresses, key = _spawn(config, tell, opened)
     hub = connect(addresses, key, config.cluster.worker_silence_s)
     opened.callback(hub.close)
     reach_s = min(_REACH_S, config.cluster.worker_timeout_s)
-    may_return = not config.instances.roles
-    return _Reached(hub, names, reach_s, hub.reach(reach_s), may_return)
+    return hub, names, reach_s, hub.reach(reach_s)
+
+
+def _spawn(
+    config: EngineConfig, tell: Callable[[str], None], opened: contextlib.ExitStack
+) -> tuple[Sequence[str], Sequence[str], ClusterKey]:
+    """Start an instance of each role, with an even share of this host.
+
+    They boot together, and load their models in turn: each takes its share of the memory.
+
+    Returns:
+        Their names, their addresses, and the key of all connections with them.
+
+    Raises:
+        ConfigError, ModelError, CapacityError, WorkerError: If one can't start.
+    """
+    import zmq
+
+    from fastdecode.wire.zmq.keys import ClusterKey
+
+    roles, may_change = config.instances.roles, config.instances.replan_slo is not None
+    if launched_size() is not None:
+        raise ConfigError(
+            Given("instances", config.instances.instances),
+            " starts instances of this process, which is one of an MPI job's: start it without "
+            "mpirun",
+        )
+    if find_spec("torch") is None:
+        raise MissingExtraError("torch", "sworker", "an S-worker")
+    numbers = {role: itertools.count() for role in InstanceRole}
+    names = [f"{role.value[0]}{next(numbers[role])}" for role in roles]
+    public, secret = zmq.curve_keypair()
+    processes: list[subprocess.Popen[bytes]] = []
+    opened.callback(_end, processes)
+    for _ in roles:
+        processes.append(
+            subprocess.Popen(
+                python_command(_BOOT, os.getpid()),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=without_launcher(os.environ),
+                start_new_session=True,  # an interrupt at the keyboard is for this process alone
+            )
+        )
+    addresses = []
+    for name, role, process in zip(names, roles, processes, strict=True):
+        asked = {
+            "model": config.model,
+            "options": config.of_role(role).options,
+            "name": name,
+            "role": role.value,
+            "runs_batches": may_change or role is InstanceRole.PREFILL,
+            "num_instances": len(roles),
+            "key": secret.decode(),
+        }
+        addresses.append(_start(process, asked, tell))
+    return names, addresses, ClusterKey(public, secret)
+
+
+def _start(
+    process: subprocess.Popen[bytes], asked: Mapping[str, Any], tell: Callable[[str], None]
+) -> str:
+    """Make a process that has booted an instance. Return its address."""
+    name = f"instance {asked['name']}"
+    assert process.stdin is not None and process.stdout is not None
+    with process.stdout, contextlib.suppress(BrokenPipeError):
+        with process.stdin:
+            process.stdin.write(json.dumps(asked).encode())
+        for line in process.stdout:
+            said = json.loads(line)
+            if "address" in said:
+                return str(said["address"])
+            if "error" in said:
+                raise _failure(**said["error"])
+            tell(f"{name}: {said['line']}")
+    raise WorkerError(
+        f"{name} ended while it started, with exit code {process.wait()}: see its last words"
+    )
+
+
+def failure_of(error: FastDecodeError) -> dict[str, Any]:
+    """Return an error as a spawned instance reports it."""
+    kinds = ("ConfigError", "ModelError", "CapacityError", "WorkerError", "FastDecodeError")
+    kind = next(name for name in kinds if isinstance(error, getattr(errors, name)))
+    words = [
+        word if isinstance(word, str) else [word.name, *([word.value] * word.has_value)]
+        for word in error.words
+    ]
+    return {"kind": kind, "words": words, "code": error.code}
+
+
+def _failure(kind: str, words: list[Any], code: str) -> FastDecodeError:
+    given = (word if isinstance(word, str) else Given(*word) for word in words)
+    error: FastDecodeError = getattr(errors, kind)(*given, code=code)
+    return error
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End instances, or kill them if they don't."""
+    end_s = time.monotonic() + CLOSING_S
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(max(0.0, end_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            why = "an instance has not stopped within %.0f s: it hangs, and is killed"
+            logger.warning(why, CLOSING_S)
+            process.kill()
+            process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 def connect(addresses: Sequence[str], key: ClusterKey | None, silence_s: float) -> ZmqHub:
-    """Return connections to instances at addresses.
-
-    Raises:
-        ConfigError: If one is not an address, or needs a key.
-    """
+    """Return connections to instances at addresses. Raises ConfigError: If one is not an address,
+    or needs a key."""
     from fastdecode.wire.zmq.hub import ZmqHub
 
     class AddressHub(ZmqHub):
@@ -230,48 +351,34 @@ def _reach_ranks(config: EngineConfig, opened: contextlib.ExitStack) -> _Reached
     """This process is rank 0. Raises ConfigError: If the job has other ranks than they take."""
     from fastdecode.wire.mpi.hub import CONTROL_LINE, MpiHub
 
-    job = join()
-    leaders = [each.first for each in check_job(config.instances, job).stages]
+    job, ranks = join(), InstanceRanks(config.instances.placed)
+    ranks.check(job.size)
+    leaders = [each.first for each in ranks.stages]
     silence_s = config.cluster.worker_silence_s
     hub: MpiHub[ToInstance, FromInstance]
     hub = MpiHub(job, SAYS, silence_s=silence_s, is_hurried=False)
     opened.callback(hub.close)
     for rank in leaders:
         hub.connect(rank, f"instance rank {rank}", line=CONTROL_LINE)
-    return _Reached(hub, tuple(map(link_address, leaders)))
-
-
-def check_job(instances: Instances, job: MpiJob) -> InstanceRanks:
-    """Return which rank is whose. Raises ConfigError: If they can't be this job's."""
-    ranks = InstanceRanks(instances.placed)
-    ranks.check(job.size)
-    return ranks
-
-
-def _greet_all(reached: _Reached, hello: InstanceHello) -> dict[int, InstanceWelcome]:
-    """Return the welcomes of those that answer. Raises WorkerError: If none does."""
-    welcomes, failed = greet(reached.hub, hello, reached.patience_s, reached.unreached)
-    if not welcomes:
-        raise next(iter(failed.values()))
-    for number, why in failed.items():
-        logger.warning("the job starts without an instance: %s", why.message)
-        reached.hub.connections[number].close()
-    return welcomes
+    return hub, tuple(map(link_address, leaders)), LOADING_TIMEOUT_S, {}
 
 
 def _make_router(
-    spec: ModelSpec, reached: _Reached, welcomes: Mapping[int, InstanceWelcome]
+    spec: ModelSpec,
+    hub: InstanceHub,
+    names: Sequence[str],
+    welcomes: Mapping[int, InstanceWelcome],
 ) -> Router:
     """Return the router of instances of which at least one has welcomed this controller."""
 
     def send(number: int, message: ToInstance) -> None:
-        reached.hub.connections[number].send(message)
+        hub.connections[number].send(message)
 
     any_of_them = next(iter(welcomes.values()))
-    rooms = [welcomes.get(number, any_of_them) for number in range(len(reached.names))]
+    rooms = [welcomes.get(number, any_of_them) for number in range(len(names))]
     clients = [
         EngineClient(name, partial(send, number), welcomes.get(number), room)
-        for number, (name, room) in enumerate(zip(reached.names, rooms, strict=True))
+        for number, (name, room) in enumerate(zip(names, rooms, strict=True))
     ]
     return Router(
         clients,
@@ -284,11 +391,8 @@ def _make_router(
 def _common(
     config: EngineConfig, wanted: Identity, welcomes: Mapping[int, InstanceWelcome]
 ) -> Identity:
-    """Return what is the same of all instances.
-
-    Raises:
-        ConfigError: If they don't fit together, or this process means something else.
-    """
+    """Return what is the same of all instances. Raises ConfigError: If they don't fit together, or
+    this process means something else."""
     first, _ = identity_of(next(iter(welcomes.values())))
     if len(set(map(identity_of, welcomes.values()))) > 1:
         told = "; ".join(

@@ -22,22 +22,27 @@ from fastdecode.core.errors import ConfigError, FastDecodeError, Given, WorkerEr
 from fastdecode.core.host.cpus import available_cores
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.fleet.colocation import Colocation
-from fastdecode.engine.instances.cluster import check_job
 from fastdecode.engine.instances.registry import FromInstance
-from fastdecode.engine.instances.server import InstanceServer, RequestLimits
+from fastdecode.engine.instances.server import InstanceServer
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.setup.devices import choose_device
 from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.setup.resolve import resolve_for_this_host
 from fastdecode.wire.instances import InstanceWelcome, ToInstance
 from fastdecode.wire.messages import Failed
-from fastdecode.wire.mpi.ranks import S_RANK, RankRole, launched_size, local_rank, local_size
+from fastdecode.wire.mpi.ranks import (
+    S_RANK,
+    InstanceRanks,
+    RankRole,
+    launched_size,
+    local_rank,
+    local_size,
+)
 from fastdecode.wire.traits import Role
 from rworker.transfers.export_server import ExportServers, RankExports
 
 if TYPE_CHECKING:
     from fastdecode.wire.mpi.connection import MpiJob
-    from fastdecode.wire.mpi.ranks import InstanceRanks
     from fastdecode.wire.zmq.hub import ZmqListener
     from fastdecode.wire.zmq.keys import ClusterKey
 
@@ -52,15 +57,13 @@ Listening = Callable[[str, InstanceServer], None]
 
 @dataclass(frozen=True)
 class InstancePlace:
-    """What an instance is, beside its engine's options."""
+    """Options of an instance beside its engine's."""
 
     role: InstanceRole
-    bind: str
-    """tcp://HOST:PORT, where controllers connect."""
+    bind: str  # tcp://HOST:PORT, where controllers connect
     export: str | None
     """Where others read the R-workers of this process. None for any free ports of the same host."""
-    key: str | None
-    """File with the cluster's key."""
+    key: str | None  # file with the cluster's key
     name: str
 
 
@@ -70,16 +73,12 @@ def serve_instance(
     """Be an instance at an address until asked to end.
 
     Args:
-        config: Of the engine.
         tell: Called with a line for each step of the start.
         listening: Called once all is ready, with the address for controllers, and the server that
             can be asked to end.
 
     Returns:
         Why the engine broke down, or None if it was asked to end.
-
-    Raises:
-        ConfigError, ModelError, CapacityError, WorkerError: As ``RunningEngine``.
     """
     _check(config, place)
     with imports_for("an instance at an address"):
@@ -89,14 +88,7 @@ def serve_instance(
     export = place.export or f"{place.bind.rpartition(':')[0]}:*"
     check_address(place.bind, key, parameter="bind")
     check_address(export, key, parameter="export")
-    if not config.r_part.is_on_device:
-        config = (
-            replace(config, r_part=replace(config.r_part, kv_placement="r"))
-            if config.cluster.r_worker_addresses
-            else _with_r_workers_here(config, 1)
-        )
-    if place.role is InstanceRole.PREFILL:
-        config = _for_batches(config)
+    config = _placed(config, 1, runs_batches=place.role is InstanceRole.PREFILL)
     return _serve(config, replace(place, export=export), key, 1, tell, listening)
 
 
@@ -114,7 +106,7 @@ def serve_spawned() -> None:
 def _serve_asked(asked: Mapping[str, Any], answers: Any) -> None:
     import zmq
 
-    from fastdecode.engine.instances.spawned import failure_of
+    from fastdecode.engine.instances.cluster import failure_of
     from fastdecode.wire.zmq.keys import ClusterKey
 
     def say(**said: Any) -> None:
@@ -138,10 +130,7 @@ def _serve_asked(asked: Mapping[str, Any], answers: Any) -> None:
     try:
         given = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
         config = EngineConfig.of(asked["model"], **given)
-        if not config.r_part.is_on_device:
-            config = _with_r_workers_here(config, num_instances)
-        if asked["runs_batches"]:
-            config = _for_batches(config)
+        config = _placed(config, num_instances, runs_batches=asked["runs_batches"])
         broken = _serve(config, place, key, num_instances, tell, listening)
     except FastDecodeError as error:
         if answers.closed:
@@ -183,12 +172,10 @@ def _serve(
         make = partial(_make, config, tell, colocation if is_here else None)
         service: EngineService = EngineService(make)
         stack.callback(service.close)
-        running = service.open()
-        service.call(lambda opened: opened.engine.give_role(place.role))
+        welcome = _welcome_of(service.open(), place.name, place.role)
         listener = listen(place.bind, place.name, key, silence_s)
         stack.callback(listener.close)
-        welcome = _welcome_of(running, place.name, place.role)
-        server = InstanceServer(listener, service, running, welcome, _limits_of(running))
+        server = InstanceServer(listener, service, welcome)
         listening(listener.address, server)
         return server.run()
 
@@ -205,7 +192,8 @@ def serve_instance_rank(config: EngineConfig, tell: Tell) -> bool:
     from fastdecode.wire.mpi.job import join
 
     job = join()
-    ranks = check_job(config.instances, job)
+    ranks = InstanceRanks(config.instances.placed)
+    ranks.check(job.size)
     number = ranks.instance_of(job.rank)
     stages = ranks.stages[number]
     job.peers.update(range(stages.first, stages.end))  # however far this rank gets
@@ -245,9 +233,8 @@ def _lead_instance(own: EngineConfig, colocation: Colocation, job: MpiJob, tell:
     service: EngineService = EngineService(partial(_make, own, tell, colocation))
     try:
         with contextlib.closing(service):
-            running = service.open()
-            welcome, limits = _welcome_of(running, name, colocation.role), _limits_of(running)
-            broken = InstanceServer(hub, service, running, welcome, limits, only_once=True).run()
+            welcome = _welcome_of(service.open(), name, colocation.role)
+            broken = InstanceServer(hub, service, welcome, only_once=True).run()
     except FastDecodeError as error:
         broken = error
         with contextlib.suppress(WorkerError):
@@ -317,12 +304,8 @@ def _check(config: EngineConfig, place: InstancePlace) -> None:
         )
 
 
-def _limits_of(running: RunningEngine) -> RequestLimits:
-    return RequestLimits(running.spec.vocab_size, running.resolved.identity.max_model_len)
-
-
 def _welcome_of(running: RunningEngine, name: str, role: InstanceRole) -> InstanceWelcome:
-    """Return what an instance says of itself."""
+    """Return an instance's welcome."""
     identity, config = running.resolved.identity, running.resolved.config
     num_blocks = sum(each.num_blocks for each in running.welcomes)
     return InstanceWelcome(
@@ -341,14 +324,19 @@ def _welcome_of(running: RunningEngine, name: str, role: InstanceRole) -> Instan
     )
 
 
-def _with_r_workers_here(config: EngineConfig, num_engines: int) -> EngineConfig:
-    """Return options with KV on R-workers that are threads of this process, one of
-    ``num_engines`` that share this host evenly."""
+def _placed(config: EngineConfig, num_engines: int, *, runs_batches: bool) -> EngineConfig:
+    """Return the options of one of ``num_engines`` instances that share this host evenly. KV beside
+    its device is on R-workers: those at addresses, or threads of this process."""
     r_part = config.r_part
-    of_all = num_engines * r_part.r_workers * config.s_part.pp
-    r_threads = r_part.r_threads or max(1, available_cores() // of_all)
-    placement = "hybrid" if r_part.kv_placement == "hybrid" else "r"
-    return replace(config, r_part=replace(r_part, r_threads=r_threads, kv_placement=placement))
+    if not r_part.is_on_device:
+        placement = "hybrid" if r_part.kv_placement == "hybrid" else "r"
+        r_threads = r_part.r_threads
+        if not config.cluster.r_worker_addresses:
+            of_all = num_engines * r_part.r_workers * config.s_part.pp
+            r_threads = r_threads or max(1, available_cores() // of_all)
+        r_part = replace(r_part, r_threads=r_threads, kv_placement=placement)
+        config = replace(config, r_part=r_part)
+    return _for_batches(config) if runs_batches else config
 
 
 def _for_batches(config: EngineConfig) -> EngineConfig:

@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -53,7 +52,7 @@ class InstanceHub(Hub[ToInstance, FromInstance], Protocol):
 
 
 class Inbox(SimpleQueue[Callable[[], None]]):
-    """Calls for the router's thread, which hears instances while it waits for one."""
+    """Calls for the router's thread, which receives from instances while it waits for one."""
 
     registry: Registry | None = None
 
@@ -77,19 +76,13 @@ def identity_of(welcome: InstanceWelcome) -> tuple[Identity, int]:
 
 
 def welcome_of(line: InstanceLine, hello: InstanceHello, answer: FromInstance) -> InstanceWelcome:
-    """Return an instance's welcome.
-
-    Raises:
-        WorkerError: If it has refused, or has another model or version.
-    """
+    """Return an instance's welcome. Raises WorkerError: If it refused, or has another model."""
     if isinstance(answer, Failed):
         raise WorkerError(f"{line.peer} has refused: {answer.message}", code=answer.code)
-    try:
-        if not isinstance(answer, InstanceWelcome):
-            raise ProtocolError(f"answered {type(answer).__name__} where its welcome was due")
-        compare_versions(f"instance {answer.name}", answer.version)
-    except ProtocolError as error:
-        raise WorkerError(f"{line.peer} {error.message}", code=error.code) from None
+    if not isinstance(answer, InstanceWelcome):
+        what = f"{line.peer} answered {type(answer).__name__} where its welcome was due"
+        raise WorkerError(what, code=ProtocolError.default_code)
+    compare_versions(f"instance {answer.name}", answer.version)
     if answer.model_hash != hello.model_hash:
         raise WorkerError(
             f"{line.peer} runs another model: start it with the same model directory",
@@ -146,11 +139,8 @@ def greet(
     unreached: Mapping[int, WorkerError],
     clock: Clock = time.monotonic,
 ) -> tuple[dict[int, InstanceWelcome], dict[int, WorkerError]]:
-    """Say hello to all instances but the ``unreached``.
-
-    Returns:
-        The welcomes of those that answer within ``patience_s``, and the failures of others.
-    """
+    """Say hello to all instances but the ``unreached``. Return the welcomes of those that answer
+    within ``patience_s``, and the failures of others."""
     every = [Greeting(line, hello) for line in hub.connections]
     for number, why in unreached.items():
         every[number].failure = why
@@ -172,9 +162,9 @@ def greet(
                 raise
         else:
             every[number].take(answer, clock())
-    failed = {i: each.failure for i, each in enumerate(every) if each.failure is not None}
-    welcomes = {i: each.welcome for i, each in enumerate(every) if each.welcome is not None}
-    return {i: welcome for i, welcome in welcomes.items() if i not in failed}, failed
+    failed = {i: x.failure for i, x in enumerate(every) if x.failure is not None}
+    answered = ((i, x.welcome) for i, x in enumerate(every) if x.failure is None)
+    return {i: welcome for i, welcome in answered if welcome is not None}, failed
 
 
 def hang_up(line: Any) -> None:
@@ -182,23 +172,13 @@ def hang_up(line: Any) -> None:
     getattr(line, "give_up", line.close)()
 
 
-@dataclass
-class _LostInstance:
-    """An instance that is lost."""
-
-    try_s: float
-    """When its address is tried next."""
-    greeting: Greeting | None = None
-
-
 class Registry:
-    """Hears instances, and tells the router what they say, which are lost, and which are back.
+    """Receives from instances, and reports output, losses and returns to the router.
 
     Args:
         hub: Its instances have been greeted.
         router: Its clients are in the order of the hub's connections.
-        hello: For instances that come back.
-        identity: ``identity_of`` those that may come back.
+        identity: ``identity_of`` instances that may come back.
         timeout_s: An instance that lives and says nothing for this long hangs.
         may_return: Lost instances are looked for at their addresses.
     """
@@ -221,16 +201,17 @@ class Registry:
         self._timeout_s = timeout_s
         self._finder: Any = hub if may_return else None
         self._clock, self._looked_s = clock, clock()
-        self._lost = {
-            number: _LostInstance(clock() + _TRY_S)
+        self._lost: dict[int, float | Greeting] = {
+            number: clock() + _TRY_S
             for number, client in enumerate(router.clients)
             if client.broken is not None
         }
+        """When the address of each lost instance is tried next; or the greeting of what answers."""
         self.on_turn: Callable[[], None] = lambda: None
         """Called in each turn, at least once a second."""
 
     def hear(self, most_s: float | None) -> None:
-        """Take in what one instance says, or what has become of one. Waits at most ``most_s``."""
+        """Take in one message or loss of an instance. Waits at most ``most_s``."""
         self.on_turn()
         for number, client in enumerate(self._router.clients):
             if client.unsent is not None and number not in self._lost:
@@ -268,7 +249,7 @@ class Registry:
         if not isinstance(error, FastDecodeError):
             logger.error("what %s says, or is sent, is unusable", line.peer, exc_info=error)
             error = ProtocolError(f"{line.peer} is given up: {type(error).__name__}: {error}")
-        self._lost[number] = _LostInstance(self._clock() + _TRY_S)
+        self._lost[number] = self._clock() + _TRY_S
         if error.code == TIMEOUT:
             hang_up(line)
         line.close()
@@ -299,8 +280,8 @@ class Registry:
             raise ProtocolError(f"an instance sent {type(message).__name__}, unasked")
 
     def _look_for_hung(self) -> None:
-        """Lose instances that live and say nothing: their engines report twice a second whenever
-        they come by. Only time in which this process listened counts."""
+        """Lose instances that live and send nothing: their engines report twice a second between
+        steps. Only time in which this process listened counts."""
         now_s = self._clock()
         passed_s, self._looked_s = min(now_s - self._looked_s, _LOOK_S), now_s
         for number, client in enumerate(self._router.clients):
@@ -320,31 +301,30 @@ class Registry:
                 is_usual = isinstance(error, FastDecodeError)
                 level = logging.DEBUG if is_usual else logging.ERROR
                 logger.log(level, "instance %d isn't back yet: %s", number, error)
-                if lost.greeting is not None:
-                    lost.greeting.line.close()
-                self._lost[number] = _LostInstance(self._clock() + _TRY_S)
+                if isinstance(lost, Greeting):
+                    lost.line.close()
+                self._lost[number] = self._clock() + _TRY_S
 
-    def _look_for(self, number: int, lost: _LostInstance) -> None:
+    def _look_for(self, number: int, lost: float | Greeting) -> None:
         """Raises FastDecodeError: If what answers is of no use."""
-        greeting, now_s = lost.greeting, self._clock()
-        if greeting is None:
-            if now_s >= lost.try_s:
-                lost.greeting = Greeting(self._finder.reconnect(number), self._hello)
+        now_s = self._clock()
+        if not isinstance(lost, Greeting):
+            if now_s >= lost:
+                self._lost[number] = Greeting(self._finder.reconnect(number), self._hello)
             return
-        greeting.say(now_s)
-        answer = greeting.line.poll()
-        if answer is not None:
-            greeting.take(answer, now_s)
-        if greeting.failure is not None:
-            raise greeting.failure
-        welcome = greeting.welcome
+        lost.say(now_s)
+        if (answer := lost.line.poll()) is not None:
+            lost.take(answer, now_s)
+        if lost.failure is not None:
+            raise lost.failure
+        welcome = lost.welcome
         if welcome is None:
             return
         if identity_of(welcome) != self._identity:
             raise WorkerError(
-                f"{greeting.line.peer} came back with other options: restart it with the old ones"
+                f"{lost.line.peer} came back with other options: restart it with the old ones"
             )
-        self._finder.replace(number, greeting.line)
+        self._finder.replace(number, lost.line)
         del self._lost[number]
         client = self._router.clients[number]
         client.came_back(welcome)

@@ -59,16 +59,6 @@ def slo_of(limits: str) -> Slo:
     return Slo.parse(limits, ATTAINMENT, option="replan_slo")
 
 
-def start_replanning(
-    limits: str, router: Router, token_bytes: int, tell: Callable[[str], None]
-) -> Replanner:
-    """Return what watches a router's requests. Close it when done."""
-    watch = TrafficWatch(slo_of(limits), WatchRules(), time.monotonic())
-    replanner = Replanner(router, watch, token_bytes, tell)
-    router.observe = replanner.observe
-    return replanner
-
-
 class Planner:
     """Asks a process of its own, one question at a time. Close it when done."""
 
@@ -106,16 +96,14 @@ class Planner:
     def take(self) -> JudgedRoles | None:
         """Return the answer once it is over, or None if there is none."""
         assert self._process is not None and self._answer is not None
-        has_failed = self._process.poll() != 0
-        self._answer.seek(0)
-        said = self._answer.read()
-        self.close()
-        if has_failed:
-            return None
         try:
-            return from_json(said.decode(), JudgedRoles)
+            self._answer.seek(0)
+            said = self._answer.read().decode()
+            return None if self._process.poll() != 0 else from_json(said, JudgedRoles)
         except ValueError:
             return None
+        finally:
+            self.close()
 
     def close(self) -> None:
         """End the process. Safe to call twice."""
@@ -130,24 +118,15 @@ class Planner:
 
 
 class Replanner:
-    """Changes roles by what requests took. Belongs to the router's thread.
-
-    Args:
-        router: Of the instances.
-        watch: Decides when to look.
-        token_bytes: K and V of a token, all layers.
-        tell: Called with a line for each finding.
-    """
+    """Watches a router's requests, and changes roles by what they took. Belongs to the router's
+    thread. Close it when done. ``token_bytes``: K and V of a token, all layers."""
 
     def __init__(
-        self,
-        router: Router,
-        watch: TrafficWatch,
-        token_bytes: int,
-        tell: Callable[[str], None],
+        self, limits: str, router: Router, token_bytes: int, tell: Callable[[str], None]
     ) -> None:
         self._router = router
-        self._watch = watch
+        router.observe = self.observe
+        self._watch = TrafficWatch(slo_of(limits), WatchRules(), time.monotonic())
         self._token_bytes = token_bytes
         self._tell = tell
         self._log = StepLog()

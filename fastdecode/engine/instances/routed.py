@@ -4,6 +4,7 @@ instance continues it, nothing is reported twice."""
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -17,15 +18,12 @@ from fastdecode.schedule.kept_prefixes import BlockChain
 
 
 class RequestStage(Enum):
-    """Where a request is."""
+    """Stage of a request."""
 
-    QUEUED = "queued"
-    """No instance has it."""
+    QUEUED = "queued"  # no instance has it
     PREFILL = "prefill"
-    OFFERED = "offered"
-    """Its prompt is done, and waits for an instance that has room."""
-    WAITING = "waiting"
-    """It waits for an instance that runs its prompt and continues it."""
+    OFFERED = "offered"  # its prompt is done, and waits for an instance that has room
+    WAITING = "waiting"  # it waits for an instance that runs its prompt and continues it
     DECODE = "decode"
     OVER = "over"
 
@@ -37,39 +35,32 @@ class _Output:
     token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
     is_over: bool = False
-    kept_at: tuple[KVSource, ...] = ()
-    """Where its blocks may be read."""
+    kept_at: tuple[KVSource, ...] = ()  # where its blocks may be read
 
 
 @dataclass(eq=False)
 class InstanceRun:
-    """A request at an instance.
+    """A request at an instance."""
 
-    Args:
-        asked: What the instance was asked; its id is a name that no other run has.
-        instance: The instance's number.
-    """
-
-    asked: Request
-    instance: int
-    num_tokens: dict[int, int] = field(default_factory=dict)
+    asked: Request  # its id is a name that no other run has
+    instance: int  # its number
+    num_tokens: Counter[int] = field(default_factory=Counter)
     """Tokens and characters of each sequence from this run."""
-    num_chars: dict[int, int] = field(default_factory=dict)
-    over: set[int] = field(default_factory=set)
-    """Sequences that are over."""
+    num_chars: Counter[int] = field(default_factory=Counter)
+    over: set[int] = field(default_factory=set)  # sequences
 
     def check(self, delta: Delta, spec: ModelSpec) -> None:
-        """Raise ProtocolError if an instance that runs this request can't say so."""
+        """Raise ProtocolError if an instance that runs this request can't have this output."""
         asked, index, tokens = self.asked, delta.index, delta.token_ids
         params, prompt = asked.params, asked.prompt_token_ids
         if index >= params.n:
             raise _lie(f"sequence {index} of {params.n}")
         if index in self.over and (tokens or delta.text or delta.finish_reason):
             raise _lie("a sequence goes on after its end")
-        if self.num_tokens.get(index, 0) + len(tokens) > asked.max_tokens:
+        if (num_tokens := self.num_tokens[index] + len(tokens)) > asked.max_tokens:
             raise _lie(f"more than the {asked.max_tokens} tokens that were asked for")
-        is_short = self.num_tokens.get(index, 0) + len(tokens) < asked.max_tokens
-        if delta.finish_reason == "length" and (asked.hands_over or is_short):
+        is_short = asked.hands_over or num_tokens < asked.max_tokens
+        if delta.finish_reason == "length" and is_short:
             raise _lie("a sequence is as long as it may be, and isn't")
         if any(token >= spec.vocab_size for token in tokens):
             raise _lie(f"a token beyond the vocabulary of {spec.vocab_size}")
@@ -99,11 +90,9 @@ class RoutedRequest:
     listener: Listener | None
     job: DispatchJob
     stage: RequestStage = RequestStage.QUEUED
-    offering: InstanceRun | None = None
-    """Where its prompt is run, or kept."""
+    offering: InstanceRun | None = None  # where its prompt is run, or kept
     decoding: InstanceRun | None = None
-    sources: tuple[KVSource, ...] = ()
-    """Sources of its whole prompt."""
+    sources: tuple[KVSource, ...] = ()  # sources of its whole prompt
     borrowed: tuple[KVSource, ...] = ()
     """Sources of its prompt's first tokens, which another instance may keep."""
     failure: FastDecodeError | None = None
@@ -112,8 +101,7 @@ class RoutedRequest:
     prompt_blocks: BlockChain | None = None
     """Blocks of its prompt. None until kept ones are looked up."""
     arrived_s: float = field(default_factory=time.monotonic)
-    first_s: float | None = None
-    """When its first token came, and its last so far."""
+    first_s: float | None = None  # when its first token arrived, and its last so far
     last_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -131,14 +119,8 @@ class RoutedRequest:
 
     def prompt_run(self, name: str) -> Request:
         """Return what an instance is asked that only runs its prompt."""
-        hands_over = self.request.max_tokens > 1
-        return replace(
-            self.request,
-            request_id=name,
-            max_tokens=1,
-            hands_over=hands_over,
-            sources=self.borrowed,
-        )
+        prompt = replace(self.request, hands_over=self.request.max_tokens > 1, max_tokens=1)
+        return replace(prompt, request_id=name, sources=self.borrowed)
 
     def whole_run(self, name: str) -> Request:
         """Return what an instance is asked that continues it to the end. Sequences that are over
@@ -155,9 +137,9 @@ class RoutedRequest:
     def tell(self, run: InstanceRun, delta: Delta) -> None:
         """Report what is new of a run's delta."""
         index, said = delta.index, self.said[delta.index]
-        first_token, first_char = run.num_tokens.get(index, 0), run.num_chars.get(index, 0)
-        run.num_tokens[index] = first_token + len(delta.token_ids)
-        run.num_chars[index] = first_char + len(delta.text)
+        first_token, first_char = run.num_tokens[index], run.num_chars[index]
+        run.num_tokens[index] += len(delta.token_ids)
+        run.num_chars[index] += len(delta.text)
         said.kept_at = delta.sources or said.kept_at
         if delta.finish_reason is not None:
             run.over.add(index)

@@ -83,8 +83,7 @@ class Router:
             [DecodeReservations(each.num_tokens, each.max_sequences) for each in clients],
         )
         self._numbers = itertools.count()
-        self.by_request: dict[str, RoutedRequest] = {}
-        """The requests that aren't over."""
+        self.by_request: dict[str, RoutedRequest] = {}  # the requests that aren't over
         self.by_job: dict[int, RoutedRequest] = {}
         self.by_run: dict[str, tuple[RoutedRequest, InstanceRun]] = {}
         """What counts that instances say, by the runs' names."""
@@ -95,12 +94,9 @@ class Router:
         self.observe: Callable[[RoutedRequest], None] | None = None
         """Called when a request arrives, and when it is over."""
         self._broken: FastDecodeError | None = None
-        self.has_work = False
-        """Something has been reported since the last step."""
-        self.num_handed_over = 0
-        self.num_failed_fetches = 0
-        self.num_moved = 0
-        self.num_role_changes = 0
+        self.has_work = False  # something has been reported since the last step
+        self.counts = EngineStats()
+        """Counts of prompts handed over, requests moved and roles changed."""
         self._set_open()
 
     @property
@@ -152,11 +148,7 @@ class Router:
     @property
     def stats(self) -> EngineStats:
         """Totals of all instances together, as far as each has reported."""
-        stats = sum_stats([each.stats for each in self.clients])
-        stats.num_handed_over, stats.num_moved = self.num_handed_over, self.num_moved
-        stats.num_failed_fetches = self.num_failed_fetches
-        stats.num_role_changes = self.num_role_changes
-        return stats
+        return sum_stats([self.counts, *(each.stats for each in self.clients)])
 
     def figures(self) -> EngineFigures:
         """Return those of all instances together, as far as each has reported."""
@@ -195,10 +187,10 @@ class Router:
         for routed in list(self.by_request.values()):
             self._fail(routed, error)
 
-    # What instances say, and what becomes of them.
+    # Output of instances, and their losses.
 
     def arrived(self, client: EngineClient, deltas: Iterable[Delta]) -> None:
-        """Take in what an instance says of its requests. All of its tokens are reported before
+        """Take in an instance's output of its requests. All of its tokens are reported before
         anything is made of them.
 
         Raises:
@@ -213,8 +205,8 @@ class Router:
                 continue
             run.check(delta, self._spec)
             if delta.has_fetched and routed.sources:
-                self.num_handed_over += not delta.fetch_failed
-                self.num_failed_fetches += delta.fetch_failed
+                self.counts.num_handed_over += not delta.fetch_failed
+                self.counts.num_failed_fetches += delta.fetch_failed
             routed.tell(run, delta)
         for routed, run, delta in known:
             if delta.request_id in self.by_run:
@@ -226,7 +218,13 @@ class Router:
         why, self.has_work = client.broken or client.stranded, True
         what = "is lost" if client.broken is not None else "runs nothing for now"
         logger.error("instance %s %s: %s", client.name, what, why)
-        had = self._lose(client)
+        self._prefixes.forget_lost(self.clients.index(client))
+        self._set_open()
+        had = [  # an instance that fetches from it notices that by itself
+            routed
+            for routed in self.by_request.values()
+            if (run := routed.decoding or routed.offering) and self.clients[run.instance] is client
+        ]
         if why is not None and all(each.broken is not None for each in self.clients):
             self._broken = WorkerError(f"no instance is left: {why.message}", code=why.code)
             return
@@ -242,16 +240,13 @@ class Router:
         self.dispatch()
 
     def set_role(self, name: str, role: InstanceRole) -> None:
-        """Change what an instance is given. It continues what it has.
-
-        Raises:
-            ConfigError: If no instance has that name.
-        """
+        """Change what an instance is given. It continues what it has. Raises ConfigError: If no
+        instance has that name."""
         found = [each for each in self.clients if each.name == name]
         if not found:
             names = ", ".join(each.name for each in self.clients)
             raise ConfigError(f"there is no instance {name!r}: they are {names}")
-        self.num_role_changes += found[0].role is not role
+        self.counts.num_role_changes += found[0].role is not role
         found[0].set_role(role)
         self.came_back()
         self._check_waiting()
@@ -298,24 +293,11 @@ class Router:
             not_at = routed.job.not_at | {run.instance}
             self._continue(routed, replace(routed.job, not_at=not_at))
 
-    def _lose(self, client: EngineClient) -> list[RoutedRequest]:
-        """Give an instance nothing more. Return the requests that it had, to be continued
-        elsewhere."""
-        self._prefixes.forget_lost(self.clients.index(client))
-        self._set_open()
-        had = []
-        for routed in list(self.by_request.values()):
-            # An instance that fetches from it notices that by itself.
-            run = routed.decoding or routed.offering
-            if run is not None and self.clients[run.instance] is client:
-                had.append(routed)
-        return had
-
     def _continue(
         self, routed: RoutedRequest, job: DispatchJob | None = None, *, fits_prefill: bool = True
     ) -> None:
         """Continue a request of which only the tokens are left, as ``job``."""
-        self.num_moved += 1
+        self.counts.num_moved += 1
         self._leave(routed)
         routed.sources, routed.job = (), job or routed.job
         for said in routed.said:
@@ -332,7 +314,7 @@ class Router:
             self._do(self.dispatcher.returned(routed.job))
 
     def _check_waiting(self) -> None:
-        """Fail requests that no instance decodes yet, and that fit on none any more."""
+        """Fail requests that no instance decodes yet, and that no longer fit on any."""
         for routed in list(self.by_request.values()):
             if routed.stage is not RequestStage.DECODE:
                 try:
@@ -378,16 +360,13 @@ class Router:
             self._is_at_work = False
 
     def _carry_out(self, decision: AssignPrefill | AssignDecode) -> None:
+        """Submit a request to the instance that was decided on."""
         routed, client = self.by_job[decision.job.job_id], self.clients[decision.instance]
         if isinstance(decision, AssignPrefill) and client.role is InstanceRole.BOTH:
             kept = self.dispatcher.kept(decision)
             if kept is not None:  # it is in no batch of prompts there, so others may be bound
                 self._decided.extend(self.dispatcher.look())
                 decision = kept
-        self._begin(routed, decision)
-
-    def _begin(self, routed: RoutedRequest, decision: AssignPrefill | AssignDecode) -> None:
-        """Submit a request to the instance that was decided on."""
         every_step = self.observe is not None
         every_step |= routed.listener is not None and routed.listener.every_step
         name = f"{routed.job.job_id}.{next(self._numbers)}"  # that no run had before
@@ -400,12 +379,12 @@ class Router:
             routed.stage, routed.decoding = RequestStage.DECODE, run
         self.by_run[name] = routed, run
         try:
-            self.clients[run.instance].submit(run.asked, every_step=every_step)
+            client.submit(run.asked, every_step=every_step)
         except FastDecodeError as error:
             self._failed(routed, run, error)
 
     def _end(self, routed: RoutedRequest) -> None:
-        """Forget a request that is over, or not wanted any more."""
+        """Forget a request that is over, or no longer wanted."""
         self._leave(routed)
         del self.by_request[routed.request.request_id], self.by_job[routed.job.job_id]
 

@@ -37,7 +37,7 @@ from fastdecode.wire.instances import (
     ToEngine,
     ToInstance,
 )
-from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
+from fastdecode.wire.messages import Failed
 from fastdecode.wire.transport import CLOSED, PeerLostError
 
 logger = logging.getLogger(__name__)
@@ -50,10 +50,8 @@ _LOOK_S: Final = 0.2
 class RequestLimits:
     """Limits of any request to an engine."""
 
-    vocab_size: int
-    """Token ids are below it."""
-    max_model_len: int
-    """Most tokens of prompt and completion together."""
+    vocab_size: int  # token ids are below it
+    max_model_len: int  # most tokens of prompt and completion together
 
     def check(self, request: Request) -> None:
         """Raise RequestError if the model cannot run it."""
@@ -75,25 +73,18 @@ class RequestLimits:
 
 
 class _Outlet(DeltaQueue):
-    """Deltas of one client. ``noted`` is called before those of a step can be taken."""
+    """Deltas of one client."""
 
-    def __init__(
-        self,
-        noted: Callable[[Sequence[Delta]], None],
-        wake: Callable[[], None],
-        *,
-        every_step: bool,
-    ) -> None:
+    def __init__(self, server: EngineServer, *, every_step: bool) -> None:
         super().__init__(every_step=every_step)
-        self._noted = noted
-        self._wake = wake
+        self._server = server
 
     def put(self, deltas: Iterable[Delta]) -> None:
         """Called by the engine's thread."""
         fresh = list(deltas)
-        self._noted(fresh)
+        self._server.note(fresh)
         super().put(fresh)
-        self._wake()
+        self._server.wake()
 
     def refuse(self, request: Request, error: FastDecodeError) -> None:
         """End a request that the engine has not got. Called by the thread that takes deltas."""
@@ -105,7 +96,6 @@ class EngineServer:
     with each message that came, and sends what ``messages`` gives.
 
     Args:
-        service: Runs the engine. It is open.
         limits: A request beyond them ends with an error, and no other does.
         figures: Of the engine, for status reports. Its thread calls this between two steps.
         wake: Called by any thread when there is something to send.
@@ -126,19 +116,14 @@ class EngineServer:
         self._service = service
         self._limits = limits
         self._figures_of = figures
-        self._wake = wake
+        self.wake = wake
         self._totals = totals
-        self._outlets = {
-            every: _Outlet(self._note, wake, every_step=every) for every in (True, False)
-        }
+        self._outlets = {every: _Outlet(self, every_step=every) for every in (True, False)}
         self._figures: Mapping[str, Any] = {}
-        self._is_asked = False
-        """The engine is asked for figures, and has not answered."""
-        self._is_answered = False
-        """It has reported something that was not sent yet."""
+        self._is_asked = False  # the engine is asked for figures, and has not answered
+        self._is_answered = False  # it has reported something that was not sent yet
         self._due_s = 0.0
-        self._was_stranded = False
-        """It had no R-worker when it was asked last."""
+        self._was_stranded = False  # it had no R-worker when it was asked last
 
     def obey(self, message: ToEngine) -> None:
         """Do what the client asks. Raises FastDecodeError: If the engine takes no requests."""
@@ -192,26 +177,23 @@ class EngineServer:
         lied to it."""
         try:
             self._limits.check(request)
+            return True
         except RequestError as error:
-            outlet.refuse(request, error)
-            return False
+            refusal = error
         except Exception as error:
             logger.exception("a request of a client can't be read")
             what = f"it can't be read: {type(error).__name__}: {error}"
-            outlet.refuse(request, RequestError(what, code="invalid_token_id"))
-            return False
-        return True
+            refusal = RequestError(what, code="invalid_token_id")
+        outlet.refuse(request, refusal)
+        return False
 
-    def _note(self, deltas: Sequence[Delta]) -> None:
+    def note(self, deltas: Sequence[Delta]) -> None:
         """Report totals before the end of a request. Called by the engine's thread."""
         if self._totals is not None and any(
             x.finish_reason or x.error or x.sources or x.has_fetched for x in deltas
         ):
             unsent = self._figures if self._is_answered else {}
-            self._answer({**unsent, **self._totals()})
-
-    def _answer(self, figures: Mapping[str, Any]) -> None:
-        self._figures, self._is_answered = figures, True
+            self._figures, self._is_answered = {**unsent, **self._totals()}, True
 
     def _is_due(self) -> bool:
         """Return whether a report is to be sent, and ask the engine for the next one. It is at
@@ -227,10 +209,9 @@ class EngineServer:
         return self._is_answered if self._totals is not None else is_due
 
     def _look(self, served: Any) -> None:
-        self._is_asked = False
-        self._answer(self._figures_of(served))
+        self._figures, self._is_answered, self._is_asked = self._figures_of(served), True, False
         if self._totals is not None:
-            self._wake()
+            self.wake()
 
 
 class InstanceServer:
@@ -238,9 +219,6 @@ class InstanceServer:
 
     Args:
         listener: Hub where controllers connect.
-        service: Runs the engine. It is open.
-        running: What it runs.
-        welcome: The answer to controllers.
         only_once: End when the first controller is gone, or any other peer of the listener.
     """
 
@@ -248,21 +226,16 @@ class InstanceServer:
         self,
         listener: Any,
         service: EngineService,
-        running: Any,
         welcome: InstanceWelcome,
-        limits: RequestLimits,
         *,
         only_once: bool = False,
     ) -> None:
         self._only_once = only_once
         self._listener = listener
         self.service = service
-        self._running = running
         self._welcome = welcome
-        self._limits = limits
         self._controller: int | None = None
-        self._server: EngineServer | None = None
-        """Serves the present controller."""
+        self._server: EngineServer | None = None  # serves the present controller
         self._ready: EngineServer | None = None
         """The latest for which the engine is ready, and the latest that has sent the welcome."""
         self._welcomed: EngineServer | None = None
@@ -270,7 +243,7 @@ class InstanceServer:
 
     @property
     def stats(self) -> EngineStats:
-        stats: EngineStats = self._running.engine.stats
+        stats: EngineStats = self.service.served.engine.stats
         return stats
 
     def run(self) -> FastDecodeError | None:
@@ -324,12 +297,6 @@ class InstanceServer:
             self._server.obey(message)
 
     def _greet(self, peer: int, hello: InstanceHello) -> None:
-        if hello.protocol_version != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"the controller speaks protocol version {hello.protocol_version}, this instance "
-                f"{PROTOCOL_VERSION}: install the same version of fastdecode on both",
-                code="protocol_version",
-            )
         if hello.model_hash != self._welcome.model_hash:
             raise ProtocolError("the controller means another model", code="other_model")
         if self._controller is not None:
@@ -337,7 +304,7 @@ class InstanceServer:
         self._controller = peer
         self._server = server = EngineServer(
             self.service,
-            self._limits,
+            RequestLimits(self.service.served.spec.vocab_size, self._welcome.max_model_len),
             status_of,
             self._listener.wake,
             totals=lambda: status_to_json(self.stats, None),

@@ -16,7 +16,7 @@ from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import MixedPool, RConnection, RHub, WorkerPool
-from fastdecode.engine.fleet.replacements import Replacements, SpareHub, SpareReplacements
+from fastdecode.engine.fleet.replacements import HubReplacements, Replacements, SpareHub
 from fastdecode.engine.fleet.resharing import in_heads
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.pool import ColumnPool, StagePool
@@ -271,7 +271,6 @@ def reach_addresses(
         WorkerError: If fewer could be reached in time: others are absent, or refused the key.
     """
     with imports_for("the ZeroMQ transport"):
-        from fastdecode.engine.fleet.replacements import HubReplacements
         from fastdecode.wire.zmq.hub import ZmqHub, io_threads_for
         from fastdecode.wire.zmq.keys import read_key
     key = read_key(key_file)
@@ -322,14 +321,13 @@ def with_spares(workers: Reached, num_spares: int) -> Reached:
     hub = SpareHub(workers.hub, num_spares, workers.addresses)
 
     def close(lost: Collection[int], timeout_s: float) -> None:
-        own = [place for place in lost if place < len(hub.addresses)]  # no later stage's
-        workers.close(hub.given_up | set(map(hub.index, own)), timeout_s)
+        workers.close(hub.given_up(lost), timeout_s)
 
     return replace(
         workers,
         hub=hub,
         close=close,
-        replacements=lambda hello, deadlines: SpareReplacements(hub, hello, deadlines),
+        replacements=partial(HubReplacements, hub),
         addresses=hub.addresses,
         num_spares=num_spares,
     )
