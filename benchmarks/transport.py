@@ -79,7 +79,7 @@ class Raw(Protocol):
 
 class RawMpi:
     def __init__(self, job: Any, ranks: list[int]) -> None:
-        from fastdecode.wire.mpi.connection import MPI
+        from fastdecode.wire.mpi.hub import MPI
 
         self._mpi, self._job, self._ranks = MPI, job, ranks
 
@@ -177,7 +177,7 @@ def serve(connection: Any, raw: Raw) -> None:
 
 def mpi_rank(transport: str, out: Path) -> None:
     from fastdecode.wire.mpi.job import join, leave
-    from fastdecode.wire.mpi.ranks import S_RANK, StageRanks
+    from fastdecode.wire.ranks import S_RANK, StageRanks
 
     job = join()
     from fastdecode.wire.mpi.hub import connect_stage, r_worker_hub

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, NoReturn
 from fastdecode.core.errors import ConfigError, Given, WorkerError
 from fastdecode.core.host.cpus import available_cores
 from fastdecode.core.host.machine import default_kv_bytes
+from fastdecode.wire import ranks as mpi_ranks
 from fastdecode.wire.messages import MAX_THREADS
-from fastdecode.wire.mpi import ranks as mpi_ranks
 from rworker.binding import bind, is_bound, numa_node_cpus, parse_cpu_list, usable_nodes
 from rworker.serving_terms import ANYBODY_ONCE, ServingTerms
 from rworker.tiers.disk import Disk, disk_of
 
 if TYPE_CHECKING:
-    from fastdecode.wire.mpi.connection import MpiJob
-    from fastdecode.wire.mpi.ranks import InstanceRanks
+    from fastdecode.wire.mpi.hub import MpiJob
+    from fastdecode.wire.ranks import InstanceRanks
     from rworker.attention import AttentionExecutor
     from rworker.state import RWorkerState
 

@@ -225,7 +225,7 @@ def _r_worker(asked: NetMeasurement) -> Iterator[tuple[RConnection, str]]:
 
     if asked.r_worker is None:
         from fastdecode.wire.mpi.job import join
-        from fastdecode.wire.mpi.ranks import StageRanks
+        from fastdecode.wire.ranks import StageRanks
 
         reached = workers.reach_stage_ranks(0, StageRanks(1))
         transport = f"MPI ({join().library})"

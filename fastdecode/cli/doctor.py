@@ -40,7 +40,7 @@ from fastdecode.measure.doctor import (
 )
 from fastdecode.measure.link import NeighbourFacts, RConnection, examine_neighbours
 from fastdecode.wire.mpi.job import join
-from fastdecode.wire.mpi.ranks import S_RANK, StageRanks, launched_size
+from fastdecode.wire.ranks import S_RANK, StageRanks, launched_size
 
 T = TypeVar("T")
 _LEVELS = ("PASS", "WARN", "FAIL")

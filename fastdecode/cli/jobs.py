@@ -48,7 +48,7 @@ from fastdecode.jobs.options import INPUT_HELP, JobFiles, JobOptions
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, Stopping, asked_by_signals, stop_signals
 from fastdecode.text.chat_format import ChatOptions
 from fastdecode.wire.mpi.job import before_ending
-from fastdecode.wire.mpi.ranks import LAUNCH_LINE
+from fastdecode.wire.ranks import LAUNCH_LINE
 
 if TYPE_CHECKING:
     from fastdecode.jobs.job import BatchJob, JobResult

@@ -31,8 +31,8 @@ from fastdecode.core.errors import ConfigError, pip_command
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.os_errors import explained
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, stop_signals
-from fastdecode.wire.mpi.ranks import LAUNCH_LINE
 from fastdecode.wire.mpirun_line import JobHost, JobLine, Vendor, parse_hosts, vendor_of
+from fastdecode.wire.ranks import LAUNCH_LINE
 
 COMMANDS = ("generate", "run-batch", "serve", "doctor", "calibrate")
 _OF_INSTANCES = ("generate", "run-batch", "serve")

@@ -29,7 +29,7 @@ from fastdecode.core.files import open_output, write_whole
 from fastdecode.core.os_errors import explained
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED
 from fastdecode.wire.mpi import job as mpi_job
-from fastdecode.wire.mpi.ranks import launched_size, stop_on_request
+from fastdecode.wire.ranks import launched_size, stop_on_request
 
 _NEW_OBJECTS: Final = 10_000  # between two garbage collections
 

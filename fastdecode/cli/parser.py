@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.mpi.ranks import repeats_other_rank
+from fastdecode.wire.ranks import repeats_other_rank
 
 ALL = "all"
 _LIKENESS = 0.66  # likeness of an unknown option or choice to the one that was meant

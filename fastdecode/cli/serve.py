@@ -38,7 +38,7 @@ from fastdecode.engine.rank_roles import serve_other_rank
 from fastdecode.jobs.stopping import stop_signals
 from fastdecode.server.options import ServeOptions, key_hashes
 from fastdecode.wire.mpi.job import joined_at_last
-from fastdecode.wire.mpi.ranks import launched_rank
+from fastdecode.wire.ranks import launched_rank
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -30,7 +30,7 @@ from fastdecode.core.files import STANDARD, check_paths
 from fastdecode.core.host.processes import end_with, interrupt
 from fastdecode.jobs.stopping import stop_signals
 from fastdecode.wire.mpi.job import join
-from fastdecode.wire.mpi.ranks import InstanceRanks
+from fastdecode.wire.ranks import InstanceRanks
 
 if TYPE_CHECKING:
     from fastdecode.engine.instances.server import InstanceServer

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given, WorkerError, imports_for
 from fastdecode.wire.mpi import job as mpi_job
-from fastdecode.wire.mpi.ranks import (
+from fastdecode.wire.ranks import (
     S_RANK,
     InstanceRanks,
     RankRole,
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> EngineConfig:
     """Serve, and don't return, if this process is a rank of an MPI job that has another role
-    than to run the program (``fastdecode.wire.mpi.ranks``).
+    than to run the program (``fastdecode.wire.ranks``).
 
     Returns:
         The options, in an MPI job with instances for prompt stages.

@@ -24,7 +24,7 @@ from fastdecode.engine.instances.server import EngineServer, RequestLimits
 from fastdecode.engine.service import EngineService
 from fastdecode.server import link
 from fastdecode.server.options import KEYS_VARIABLE
-from fastdecode.wire.mpi.ranks import without_launcher
+from fastdecode.wire.ranks import without_launcher
 
 logger = logging.getLogger(__name__)
 

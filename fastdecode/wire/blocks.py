@@ -441,7 +441,6 @@ class Fetch(ForHolder, frozen=True, tag=42, eq=False):
     said_by = S_WORKERS
     is_transfer = True
     in_every_stage = True
-    is_long = True
 
     def part(self, shard: Shard) -> Fetch:
         first_head = 0 if shard.heads is None else int(shard.heads.kv.start)

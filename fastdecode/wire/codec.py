@@ -7,9 +7,8 @@ A message travels as a **head** and a **body**::
     body   | array | pad to 64 | array | pad to 64 | ... | array |
 
 Everything is little-endian. In msgpack an array is its **header**, bytes: dtype u8, number of dims
-u8, dims u32 each. So a transport may send arrays from where they lie, and receive a body into
-memory that it already has. In one piece, the body starts at the first multiple of 64 behind the
-head. ZeroMQ sends each array in frames of its own, without padding.
+u8, dims u32 each. In one piece, the body starts at the first multiple of 64 behind the head. ZeroMQ
+sends each array in frames of its own, without padding.
 
 The codec refuses what a peer sent with ``ProtocolError``, before any state is touched, unless all
 of this holds: magic, version, lengths; a tag that this side receives; every field within its type
@@ -28,7 +27,6 @@ from typing import Any, Final, TypeAlias, Union, get_args
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fastdecode.core import errors
@@ -124,20 +122,14 @@ class Frame(msgspec.Struct, frozen=True, eq=False):
         try:
             return b"".join(parts)
         except TypeError:  # an array isn't contiguous, and a check takes time
-            arrays = [np.ascontiguousarray(array) for array in self.arrays]
-            return replace(self, arrays=arrays).in_one_piece()
+            return b"".join(map(bytes, parts))
 
     def write_body(self, out: memoryview) -> None:
         """Copy the arrays into bytes [body_bytes]. Padding stays as it was."""
         at = 0
         for array in self.arrays:
-            end = at + array.nbytes
-            if end > at:
-                try:
-                    out[at:end] = array.data.cast("B")
-                except TypeError:  # it isn't contiguous, and a check takes time
-                    out[at:end] = np.ascontiguousarray(array).data.cast("B")
-            at = (end + ALIGNMENT - 1) & -ALIGNMENT  # aligned, without the call
+            np.ndarray(array.shape, array.dtype, out, at)[...] = array
+            at = aligned(at + array.nbytes)
 
 
 # A peer chooses dims, so that both caches are bounded.

@@ -107,8 +107,10 @@ class PeerLostError(WorkerError):
 
 
 def unreadable(peer: str, error: Exception) -> WorkerError:
-    """Return the error for a message that raised what no reader expects. The mistake is on this
-    side, and ends that connection alone."""
+    """Return the error for a message that can't be read, which ends that connection alone. The
+    mistake is the peer's (ProtocolError), or one of this side that no reader expects."""
+    if isinstance(error, ProtocolError):
+        return WorkerError(f"{peer} broke the protocol: {error}", code=error.code)
     logger.error("what %s sent can't be read", peer, exc_info=error)
     what = f"{type(error).__name__}: {error}"
     return WorkerError(f"{peer} sent what can't be read: {what}", code=ProtocolError.default_code)
@@ -191,7 +193,7 @@ class JoinedHub(Generic[SendT, ReceiveT]):
         if len(self._polled) < last:
             found = look_until_found(partial(self._look, last + 1), timeout_s)
             if found is None:
-                raise timeout_error(" or ".join(self._names), timeout_s or 0.0)
+                raise timeout_error(" or ".join(x.peer for x in self.connections), timeout_s or 0.0)
             return found
         end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -224,7 +226,8 @@ class JoinedHub(Generic[SendT, ReceiveT]):
                 self._next = number + 1
                 return found
         if num_closed == len(self._hubs):
-            raise closed_error(", ".join(self._names) or "every peer", by_peer=True)
+            names = ", ".join(x.peer for x in self.connections)
+            raise closed_error(names or "every peer", by_peer=True)
         return None
 
     def _receive(self, number: int, timeout_s: float | None) -> tuple[int, ReceiveT]:
@@ -234,7 +237,3 @@ class JoinedHub(Generic[SendT, ReceiveT]):
         except PeerLostError as lost:
             raise PeerLostError(first + lost.index, lost) from None
         return first + index, message
-
-    @property
-    def _names(self) -> list[str]:
-        return [connection.peer for connection in self.connections]

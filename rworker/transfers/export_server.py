@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Final, Protocol
 from fastdecode.core.errors import ConfigError, Given, WorkerError
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
-from fastdecode.wire.mpi.ranks import link_address
+from fastdecode.wire.ranks import link_address
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import CLOSED, Connection, Hub, PeerLostError
 from rworker.transfers.neighbours import NeighbourConnection, Neighbours
 
 if TYPE_CHECKING:
-    from fastdecode.wire.mpi.connection import MpiJob
+    from fastdecode.wire.mpi.hub import MpiJob
     from fastdecode.wire.zmq.hub import ZmqHub
     from fastdecode.wire.zmq.keys import ClusterKey
 

@@ -30,7 +30,7 @@ from random_llama import llama_config, write_checkpoint
 
 from fastdecode.core.config.instances import Instances
 from fastdecode.core.config.placement import PLACEMENT_FORMAT
-from fastdecode.wire.mpi.ranks import InstanceRanks
+from fastdecode.wire.ranks import InstanceRanks
 
 SILENCE_S = 2.0
 LIMIT_S = 400.0  # a job that takes longer hangs

@@ -22,8 +22,8 @@ from fastdecode.cli import launch
 from fastdecode.cli.main import main
 from fastdecode.core.config.instances import InstanceRole, PlacedInstance
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.mpi.ranks import LAUNCH_LINE
 from fastdecode.wire.mpirun_line import JobHost, JobLine, parse_hosts, vendor_of
+from fastdecode.wire.ranks import LAUNCH_LINE
 from rworker.tiers.disk import slot_files
 
 ROOT = Path(__file__).parents[2]

@@ -24,7 +24,7 @@ from examples import TRIES_ALL
 from fastdecode.cli.jobs import _advise, resume_command
 from fastdecode.cli.main import main
 from fastdecode.jobs.job import JobResult
-from fastdecode.wire.mpi.ranks import LAUNCH_LINE
+from fastdecode.wire.ranks import LAUNCH_LINE
 
 # How often a running job is killed; more is a soak test.
 NUM_KILLS = int(os.environ.get("FASTDECODE_TEST_KILLS", "20" if TRIES_ALL else "2"))

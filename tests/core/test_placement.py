@@ -13,8 +13,8 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import InstanceRole, PlacedInstance
 from fastdecode.core.config.placement import PLACEMENT_FORMAT, read_placement
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.mpi.ranks import InstanceRanks, RankRole
 from fastdecode.wire.mpirun_line import JobHost, JobLine
+from fastdecode.wire.ranks import InstanceRanks, RankRole
 
 PREFILL, DECODE = (
     {"role": role, "tp": 1, "pp": 1, "r_worker_sockets": sockets}

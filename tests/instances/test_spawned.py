@@ -28,7 +28,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.instances import cluster
 from fastdecode.engine.stats import EngineStats
-from fastdecode.wire.mpi.ranks import without_launcher
+from fastdecode.wire.ranks import without_launcher
 
 BOTH = {"instances": ["prefill", "decode"]}
 

@@ -48,9 +48,10 @@ print("joined:", MPI.Query_thread() == MPI.THREAD_SERIALIZED)
 """
 
 
-def test_mpi_is_joined_by_us_and_not_by_whoever_loads_it() -> None:
-    """For threads that take turns: where all may call at once, jobs have hung."""
-    outcome = run([*mpirun(2), sys.executable, "-c", THREADS])
+@pytest.mark.parametrize("with_ft", [True, False])
+def test_mpi_is_joined_by_us_and_not_by_whoever_loads_it(with_ft: bool) -> None:
+    """For threads that take turns: jobs have hung otherwise. A script that ends hasn't failed."""
+    outcome = run([*mpirun(2, with_ft=with_ft), sys.executable, "-c", THREADS])
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
     told = sorted(outcome.output.splitlines())
     assert told == ["joined: True", "joined: True", "loaded: False", "loaded: False"]
@@ -119,7 +120,7 @@ import torch
 from fastdecode.core.config.s_part import SPart
 from fastdecode.engine.setup.ranks import meet_ranks
 from fastdecode.wire.mpi.job import join
-from fastdecode.wire.mpi.ranks import StageRanks
+from fastdecode.wire.ranks import StageRanks
 if join().rank == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
 config = Values(s_part=SPart(tp=2), cluster=Values(worker_timeout_s=60.0))

@@ -9,7 +9,7 @@ import pytest
 from mpi_launch import FASTDECODE, mpirun, needs_mpi, run
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.mpi import ranks
+from fastdecode.wire import ranks
 from fastdecode.wire.mpi.job import join
 
 
@@ -86,7 +86,7 @@ if job.rank == int(sys.argv[1]):
     raise RuntimeError("a mistake")
 from fastdecode.core.errors import WorkerError
 from fastdecode.wire.mpi.hub import r_worker_hub, connect_stage
-from fastdecode.wire.mpi.ranks import StageRanks
+from fastdecode.wire.ranks import StageRanks
 hub = r_worker_hub(job) if job.rank else connect_stage(job, StageRanks(1), 0, range(1, job.size))[0]
 try:
     hub.receive_any(60.0)

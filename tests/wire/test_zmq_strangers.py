@@ -31,8 +31,7 @@ from fastdecode.wire.messages import (  # noqa: E402
 )
 from fastdecode.wire.traits import Role  # noqa: E402
 from fastdecode.wire.transport import CLOSED, TIMEOUT, PeerLostError  # noqa: E402
-from fastdecode.wire.zmq.connection import MAX_FRAME_BYTES  # noqa: E402
-from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener  # noqa: E402
+from fastdecode.wire.zmq.hub import MAX_FRAME_BYTES, ZmqHub, ZmqListener  # noqa: E402
 from fastdecode.wire.zmq.keys import ClusterKey  # noqa: E402
 
 HELLO: Any = to_r_worker()[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastdecode.core.config.instances import InstanceRole
-from fastdecode.wire.mpi.ranks import StageRanks
+from fastdecode.wire.ranks import StageRanks
 from rworker.transfers.neighbours import Neighbourhood
 
 

@@ -55,12 +55,7 @@ from fastdecode.text.codec import TextCodec
 from fastdecode.wire.instances import InstanceHello, InstanceSays, InstanceWelcome, ToInstance
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
 from fastdecode.wire.mpi.job import join
-from fastdecode.wire.mpi.ranks import (
-    InstanceRanks,
-    launched_size,
-    link_address,
-    without_launcher,
-)
+from fastdecode.wire.ranks import InstanceRanks, launched_size, link_address, without_launcher
 
 if TYPE_CHECKING:
     from fastdecode.wire.zmq.hub import ZmqHub

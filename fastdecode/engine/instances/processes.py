@@ -30,7 +30,7 @@ from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.setup.resolve import resolve_for_this_host
 from fastdecode.wire.instances import InstanceWelcome, ToInstance
 from fastdecode.wire.messages import Failed
-from fastdecode.wire.mpi.ranks import (
+from fastdecode.wire.ranks import (
     S_RANK,
     InstanceRanks,
     RankRole,
@@ -42,7 +42,7 @@ from fastdecode.wire.traits import Role
 from rworker.transfers.export_server import ExportServers, RankExports
 
 if TYPE_CHECKING:
-    from fastdecode.wire.mpi.connection import MpiJob
+    from fastdecode.wire.mpi.hub import MpiJob
     from fastdecode.wire.zmq.hub import ZmqListener
     from fastdecode.wire.zmq.keys import ClusterKey
 

@@ -37,7 +37,7 @@ from fastdecode.engine.instances.routed import RoutedRequest
 from fastdecode.engine.instances.router import Router
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.role_changes import role_changes
-from fastdecode.wire.mpi.ranks import without_launcher
+from fastdecode.wire.ranks import without_launcher
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from fastdecode.core.model.stages import stage_spec
 from fastdecode.engine.setup.resolve import ResolvedConfig, kept_by_rank, resolve_for_this_host
 from fastdecode.engine.setup.s_worker import load_stage, prepare
 from fastdecode.wire.mpi import job as mpi_job
-from fastdecode.wire.mpi.ranks import StageRanks, launched_size, local_rank
+from fastdecode.wire.ranks import StageRanks, launched_size, local_rank
 from sworker.dtypes import torch_dtype
 from sworker.failures import typed_start
 from sworker.paged import PagedKV
@@ -34,7 +34,7 @@ from sworker.ranks.sharding import Shard
 from sworker.swap.swapped import SwappedKV
 
 if TYPE_CHECKING:
-    from fastdecode.wire.mpi.connection import MpiJob
+    from fastdecode.wire.mpi.hub import MpiJob
 
 
 def check_launched(s_part: SPart, *, has_r_workers: bool = True) -> None:

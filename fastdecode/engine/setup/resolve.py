@@ -27,7 +27,7 @@ from fastdecode.engine.setup.memory import CUDA_RESERVE_BYTES, FreeMemory, Memor
 from fastdecode.engine.setup.scheduling import LaneLimits, Steps
 from fastdecode.engine.setup.transport import has_one_worker, transport_of
 from fastdecode.schedule.options import ScheduleOptions
-from fastdecode.wire.mpi.ranks import StageRanks, launched_size, local_size
+from fastdecode.wire.ranks import StageRanks, launched_size, local_size
 from sworker.dtypes import torch_dtype
 from sworker.kernels.packing import activation_dtype, stays_narrow
 from sworker.ranks.sharding import Shard, shard_kv

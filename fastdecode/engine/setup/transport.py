@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.wire.mpi.ranks import launched_size
+from fastdecode.wire.ranks import launched_size
 
 
 def transport_of(config: EngineConfig) -> str:

@@ -29,7 +29,7 @@ from rworker.worker import start_worker_thread
 
 if TYPE_CHECKING:
     from fastdecode.engine.step.device import DeviceAttention
-    from fastdecode.wire.mpi.ranks import StageRanks
+    from fastdecode.wire.ranks import StageRanks
     from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ def reach_stage_ranks(
     """
     from fastdecode.wire.mpi.hub import connect_stage
     from fastdecode.wire.mpi.job import join
-    from fastdecode.wire.mpi.ranks import link_address
+    from fastdecode.wire.ranks import link_address
 
     job = join()
     r_ranks: Sequence[int] = ()

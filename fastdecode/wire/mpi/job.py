@@ -24,7 +24,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import psutil
@@ -36,10 +35,10 @@ from fastdecode.core.errors import (
     WorkerError,
     imports_for,
 )
-from fastdecode.wire.mpi.ranks import S_RANK, launched_rank, launched_size, local_size
+from fastdecode.wire.ranks import S_RANK, launched_size, launcher, local_size, ranks_here
 
 if TYPE_CHECKING:
-    from fastdecode.wire.mpi.connection import MpiJob
+    from fastdecode.wire.mpi.hub import MpiJob
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +52,6 @@ _LOOK_S: Final = 0.5
 _MISSING_S: Final = 5.0
 """The launcher starts all ranks of a host at once: one that hasn't been seen by then has ended."""
 _STOPPED_S: Final = 10.0  # a rank that has been stopped for this long is not waited for
-_STOPPED: Final = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-_LAUNCHERS: Final = ("mpirun", "mpiexec", "orterun", "prterun", "prted", "prte")
-"""Open MPI's processes that start ranks."""
 _HAS_ULFM: Final = "OMPI_MCA_mpi_ft_enable"  # set by Open MPI's launcher
 _OPEN_MPI_DEFAULTS: Final = {
     "OMPI_MCA_mpi_yield_when_idle": "1",  # waiting ranks leave their core to those that compute
@@ -100,8 +96,8 @@ def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJ
         mpi.COMM_WORLD.Set_errhandler(mpi.ERRORS_RETURN)
         library = mpi.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
         if mpi.COMM_WORLD.size != launched:  # its processes all believe that they are alone
-            beside = Path(sys.executable).with_name("mpirun")
-            found = beside if beside.exists() else shutil.which("mpirun")
+            places = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+            found = shutil.which("mpirun", path=places)
             raise ConfigError(
                 f"the launcher started {launched} ranks, but {library} sees {mpi.COMM_WORLD.size}: "
                 "the launcher belongs to another MPI than the library that mpi4py loaded. Use "
@@ -120,10 +116,10 @@ def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJ
                 f"{library} takes calls of one thread alone: use an MPI library that was built for "
                 "threads (MPI_THREAD_SERIALIZED)"
             )
-        from fastdecode.wire.mpi.connection import MpiJob
+        from fastdecode.wire.mpi.hub import MpiJob
 
         _joined.append(MpiJob(library))
-    atexit.register(_joined[0].say_goodbye)  # where an exception ends this process
+    atexit.register(_finish, _joined[0])
     threading.Thread(target=_watch, args=(_joined[0],), name="mpi-watch", daemon=True).start()
     return _joined[0]
 
@@ -157,29 +153,6 @@ def joined_at_last(*, wanted: bool) -> bool:
     return "mpi4py.MPI" in sys.modules
 
 
-def _launcher() -> psutil.Process | None:
-    """Return the launcher that started this process, if it is Open MPI's."""
-    with contextlib.suppress(psutil.Error):
-        parent = psutil.Process(os.getppid())
-        return parent if parent.name() in _LAUNCHERS else None
-    return None
-
-
-def ranks_here(*, only_stopped: bool = False) -> dict[int, str]:
-    """Return names, like "rank 2 (process 81)", of the ranks that this one's launcher has started
-    on this host. Empty if the launcher isn't Open MPI's."""
-    found: dict[int, str] = {}
-    with contextlib.suppress(psutil.Error):
-        launcher = _launcher()
-        for process in launcher.children() if launcher is not None else ():
-            with contextlib.suppress(psutil.Error):
-                status, rank = process.status(), launched_rank(process.environ())
-                is_meant = status in _STOPPED if only_stopped else status != psutil.STATUS_ZOMBIE
-                if rank is not None and is_meant:
-                    found[rank] = f"rank {rank} (process {process.pid})"
-    return found
-
-
 @contextlib.contextmanager
 def watch_joining(ranks: Collection[int], *, num_here: int = 0) -> Iterator[None]:
     """Within, end the job once this process waits for a rank in vain, and name that.
@@ -193,33 +166,26 @@ def watch_joining(ranks: Collection[int], *, num_here: int = 0) -> Iterator[None
 
     def watch() -> None:
         seen: dict[int, str] = {}
-        stopped_s: dict[str, float] = {}
+        stopped_s: dict[int, float] = {}
         waited_s = 0.0  # of looks, not of a clock: a process that was stopped has missed both
         while not joined.wait(_LOOK_S):
             waited_s += _LOOK_S
-            stopped = [x for rank, x in ranks_here(only_stopped=True).items() if rank in ranks]
-            stopped_s = {name: stopped_s.get(name, 0.0) + _LOOK_S for name in stopped}
-            present = ranks_here()
+            present, stopped, why = ranks_here(), ranks_here(only_stopped=True), ""
             seen |= present
-            gone = [name for rank, name in seen.items() if rank not in present]
-            if len(seen) < num_here and present and waited_s >= _MISSING_S:
-                gone = [f"{num_here - len(seen)} of {num_here} ranks on this host"]
+            stopped_s = {rank: stopped_s.get(rank, 0.0) + _LOOK_S for rank in stopped}
+            gone = " and ".join(name for rank, name in seen.items() if rank not in present)
+            if present and len(seen) < num_here and waited_s >= _MISSING_S:
+                gone = f"{num_here - len(seen)} of {num_here} ranks on this host"
                 if num_here == len(ranks):
-                    gone = [f"rank {', '.join(str(x) for x in ranks if x not in seen)}"]
-            hung = [name for name, stopped in stopped_s.items() if stopped >= _STOPPED_S]
-            if hung:
-                why = f"{hung[0]} has been stopped before it joined"
-            elif num_here and gone:
-                gone_names = " and ".join(gone)
-                why = f"{gone_names} has ended before it joined, as its own output then says"
-            elif num_here and waited_s >= _JOINING_TIMEOUT_S:
-                why = (
-                    f"some rank hasn't joined for {_JOINING_TIMEOUT_S:g} s: it has ended, hangs, "
-                    "or can't be reached"
-                )
-            else:
-                continue
-            if not joined.wait(_LOOK_S / 2):
+                    gone = f"rank {', '.join(str(x) for x in ranks if x not in seen)}"
+            if num_here and waited_s >= _JOINING_TIMEOUT_S:
+                why = f"a rank hasn't joined in {waited_s:g} s: it ended, hangs or can't be reached"
+            if num_here and gone:
+                why = f"{gone} has ended before it joined, as its own output then says"
+            for rank in stopped_s.keys() & ranks:
+                if stopped_s[rank] >= _STOPPED_S:
+                    why = f"{stopped[rank]} has been stopped before it joined"
+            if why and not joined.wait(_LOOK_S / 2):
                 _end_job(f"the MPI job can't begin: {why}")
 
     threading.Thread(target=watch, name="join-watch", daemon=True).start()
@@ -230,8 +196,7 @@ def watch_joining(ranks: Collection[int], *, num_here: int = 0) -> Iterator[None
 
 
 def before_ending(act: Callable[[int], object]) -> None:
-    """Have ``act(exit_code)`` called before this process ends the job in the middle of something,
-    in a thread of its own."""
+    """Call ``act(exit_code)`` in another thread before this process ends the job unexpectedly."""
     _last_acts.append(act)
 
 
@@ -257,14 +222,23 @@ def leave(code: int, *, hung: bool = False) -> NoReturn:
     os._exit(code)
 
 
+def _finish(job: MpiJob) -> None:
+    """Leave the job where a script ends, or an exception ends this process."""
+    job.say_goodbye()
+    # Without ulfm a launcher takes a rank that doesn't finalise MPI for one that has failed.
+    if os.environ.get(_HAS_ULFM) != "1" and not (job.hanging or job.dead):
+        signal.alarm(_LEAVING_S)
+        load_mpi().Finalize()
+        signal.alarm(0)
+
+
 def _watch(job: MpiJob) -> None:
     """End the job when MPI has kept one of this process's threads for too long."""
-    before, num_same = -1, 0  # ticks, not seconds: a process that was stopped has missed both
+    num_looks, num_same = -1, 0  # ticks, not seconds: a process that was stopped has missed both
     while num_same < _STUCK_TICKS:
         time.sleep(STUCK_AFTER_S / _STUCK_TICKS)
-        num_looks = job.num_looks
+        before, num_looks = num_looks, job.num_looks
         num_same = num_same + 1 if num_looks == before else 0
-        before = num_looks
         if job.lock.acquire(blocking=False):  # no thread is in MPI
             job.lock.release()
             num_same = 0
@@ -289,12 +263,11 @@ def _end_job(why: str) -> NoReturn:
 
 
 def _end_ranks(code: int) -> None:
-    """Have the launcher end all ranks."""
-    launcher = _launcher()
-    if launcher is not None:
+    """Ask the launcher to end all ranks."""
+    if (found := launcher()) is not None:
         time.sleep(_FORWARDED_WITHIN_S)  # what the launcher hasn't forwarded by then is lost
         with contextlib.suppress(psutil.Error):
-            launcher.terminate()
+            found.terminate()
     elif _joined:
         load_mpi().COMM_WORLD.Abort(code)
 

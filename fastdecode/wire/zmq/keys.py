@@ -146,8 +146,6 @@ def connect_error(address: str) -> OSError | None:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:
         create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
-    except TimeoutError:
-        return None
     except OSError as error:
-        return error
+        return None if isinstance(error, TimeoutError) else error
     return None

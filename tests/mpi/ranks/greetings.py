@@ -11,8 +11,7 @@ from fastdecode.core.errors import WorkerError
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.blocks import BlockData, ChunkForm, ReadBlocks
 from fastdecode.wire.messages import PROTOCOL_VERSION, Close, Failed
-from fastdecode.wire.mpi.connection import MpiConnection
-from fastdecode.wire.mpi.hub import neighbour_hub, r_worker_hub
+from fastdecode.wire.mpi.hub import MpiConnection, neighbour_hub, r_worker_hub
 from fastdecode.wire.mpi.job import join, leave
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import PeerLostError

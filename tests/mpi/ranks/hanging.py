@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[3])]
 
-from fastdecode.wire.mpi.job import join, leave, ranks_here  # noqa: E402
-from fastdecode.wire.mpi.ranks import let_rank_0_stop  # noqa: E402
+from fastdecode.wire.mpi.job import join, leave  # noqa: E402
+from fastdecode.wire.ranks import let_rank_0_stop, ranks_here  # noqa: E402
 from fastdecode.wire.waiting import look_until_found  # noqa: E402
 
 WAIT_S = 60.0

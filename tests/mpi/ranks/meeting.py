@@ -4,7 +4,7 @@ late, and then leaves for good."""
 from __future__ import annotations
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.mpi.connection import MpiJob
+from fastdecode.wire.mpi.hub import MpiJob
 from fastdecode.wire.mpi.job import join, leave
 
 WAIT_S = 60.0

@@ -51,13 +51,15 @@ class TestMpi(TransportSuite):
         s = star(1)
         failed = threading.Event()
 
-        def claim() -> None:
+        def advance() -> None:
             failed.set()
             raise TypeError("a mistake of ours")
 
         with monkeypatch.context() as patch:
-            patch.setattr(mpi.job, "claim", claim)
+            patch.setattr(mpi.job, "advance", advance)
             assert failed.wait(WAIT_S)
+            failed.clear()
+            assert failed.wait(WAIT_S), "the mistake has ended the pump"
         message = attend(4000)
         s.peers[0].start("hold_quietly", 1)
         s.hub.connections[0].send(message)

@@ -16,6 +16,7 @@ Rank 0 runs the program.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ from enum import Enum, auto
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
+
+import psutil
 
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.host.processes import interrupt
@@ -38,6 +41,9 @@ keep that from ranks of other hosts."""
 # Of Open MPI, MPICH and Intel MPI (Hydra), MVAPICH.
 _RANKS: Final = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
 _SIZES: Final = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_LAUNCHERS: Final = ("mpirun", "mpiexec", "orterun", "prterun", "prted", "prte")
+"""Open MPI's processes that start ranks."""
+_STOPPED: Final = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _PREFIXES: Final = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "HYDRA_", "MV2_")
 
 
@@ -80,6 +86,29 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
     """Return this process's place among the ranks on this host. 0 if the launcher doesn't say."""
     ranks = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
     return _number(environ, *ranks) or 0
+
+
+def launcher() -> psutil.Process | None:
+    """Return the launcher that started this process, if it is Open MPI's."""
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process(os.getppid())
+        return parent if parent.name() in _LAUNCHERS else None
+    return None
+
+
+def ranks_here(*, only_stopped: bool = False) -> dict[int, str]:
+    """Return names, like "rank 2 (process 81)", of the ranks that this one's launcher has started
+    on this host. Empty if the launcher isn't Open MPI's."""
+    found: dict[int, str] = {}
+    with contextlib.suppress(psutil.Error):
+        started_by = launcher()
+        for process in started_by.children() if started_by is not None else ():
+            with contextlib.suppress(psutil.Error):
+                status, rank = process.status(), launched_rank(process.environ())
+                is_meant = status in _STOPPED if only_stopped else status != psutil.STATUS_ZOMBIE
+                if rank is not None and is_meant:
+                    found[rank] = f"rank {rank} (process {process.pid})"
+    return found
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
