@@ -36,7 +36,7 @@ from rworker.instructions import (
     StepPlan,
 )
 from rworker.stream.memory import place_chunk, read_chunk
-from rworker.tiers.mover import ArrayMemory
+from rworker.tiers.tier import ArrayMemory
 from rworker.tiers.tiers import Tiers
 
 if TYPE_CHECKING:

@@ -30,7 +30,6 @@ from fastdecode.wire.messages import (
 )
 from rworker.blocks.appending import Appended, past_of
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES, KVStore
-from rworker.blocks.moving import Moving
 from rworker.checks import check_arrays, check_counts, checked_keys
 
 
@@ -127,8 +126,6 @@ class CacheState:
         self.store = KVStore(num_blocks, hello.kv.block_size, max_sequences=max_sequences)
         self.arrived: dict[int, int] = {}
         """Tokens that have come of each sequence of a replica that lacks some."""
-        self.moving = Moving(self.store)
-        """Cached blocks that are moved."""
         self._carrier = hello.activation_dtype.carrier
         self.steps = OpenSteps(hello.kv.num_layers)
 

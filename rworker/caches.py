@@ -117,7 +117,7 @@ class Caches:
         cache.plans.clear()
         cache.is_replicated = False
         cache.books.hello = replace(cache.books.hello, reading=hello.reading)
-        cache.books.moving.give_up()
+        cache.books.store.cached.give_up()
         cache.books.store.cached.forget_all()
         return cache, before
 
@@ -157,7 +157,7 @@ class Caches:
             raise ProtocolError(f"holder {holder!r} has a replica: end that first (Replicate)")
         before, cache.owner = cache.owner, peer
         if before != peer:
-            cache.books.moving.give_up()
+            cache.books.store.cached.give_up()
         hello = cache.books.hello
         cache.books.hello = replace(hello, role=Role.S_WORKER)
         cache.plans.clear()
@@ -194,7 +194,7 @@ class Caches:
         for cache in deserted:
             cache.owner = NOBODY
             cache.is_replicated = False
-            cache.books.moving.give_up()
+            cache.books.store.cached.give_up()
         return [cache.holder for cache in deserted]
 
     def drop(self, peer: int, session: int = 0) -> list[HolderId]:

@@ -14,10 +14,10 @@ from cpu_kernels import BlockLayout
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import AttentionSpec
-from fastdecode.wire.blocks import Fetch, KeptToRWorker, Retain, TakeOver
+from fastdecode.wire.blocks import Done, Fetch, KeptToRWorker, Retain, TakeOver, words_of
 from fastdecode.wire.messages import Activations, FromRWorker
 from rworker.stream.chunks import ChunkShape
-from rworker.tiers.lower_tier import MoveJob
+from rworker.tiers.tier import MoveJob
 
 if TYPE_CHECKING:
     from rworker.cache_state import CacheState
@@ -251,6 +251,20 @@ class MoveBlocks:
     books: CacheState
     move: MoveJob
     message: Retain | Fetch
+
+    def end(
+        self,
+        num_bytes: int = 0,
+        seconds: float = 0.0,
+        faults: tuple[int, int, int, int] = (0, 0, 0, 0),
+        reason: str = "",
+    ) -> Done:
+        """End the job, and return the report. ``reason``: why all of it has failed, if it has."""
+        keys, number = self.move.keys, self.move.number
+        failed = set(range(len(keys))) if reason else self.move.failed
+        self.books.store.cached.end(number, failed)
+        missing = words_of([keys[place] for place in sorted(failed)])
+        return Done(self.holder, number, missing, num_bytes, seconds, *faults, reason=reason)
 
 
 @dataclass(frozen=True)

@@ -386,7 +386,7 @@ def _read_blocks(
             continue
         check_read(hello, message)
         sizes = zip(keys, message.num_tokens.tolist(), strict=True)
-        there = [cached.num_tokens(key, hello.kv.block_size) == size for key, size in sizes]
+        there = [cached.num_tokens(key) == size for key, size in sizes]
         if any(there):
             is_there, counts = np.array(there, np.uint8), message.num_tokens[there]
             places = cached.of_keys(itertools.compress(keys, there)).astype(np.int64)
@@ -411,11 +411,12 @@ def _of_cache(number: int, cache: HolderCache, message: _OfCache) -> tuple[Instr
             place = PlaceChunk(cache.holder, shape, places, message.data)
             return *copies(cache, appended), place, Send(number, Accepted(message.sequence_id))
         case UseTier():
-            if books.moving:
+            if books.store.cached.jobs:
                 raise ProtocolError("the lower tier is in use")
             return (OpenTier(number, cache.holder, message.identity),)
         case Retain() | Fetch():
-            return (MoveBlocks(number, cache.holder, books, books.moving.begin(message), message),)
+            job = books.store.cached.begin(message)
+            return (MoveBlocks(number, cache.holder, books, job, message),)
         case Forget(is_below=True):
             return (DropStored(cache.holder, tuple(checked_keys(message.keys))),)
         case Replicate(keeper, link_bytes, link, timeout_s):

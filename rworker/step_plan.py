@@ -18,7 +18,7 @@ def begin_step(cache: HolderCache, begin: BeginStep) -> tuple[Instruction, ...]:
     """Open a lane's step."""
     appended = cache.books.begin_step(begin)
     plan = _plan(begin, appended, cache.books.store)
-    if cache.books.moving.moves:
+    if cache.books.store.cached.jobs:
         plan, appended = _with_coming(plan, appended, cache)
     cache.plans[begin.lane] = plan
     return copies(cache, appended)
@@ -75,7 +75,7 @@ def _with_coming(
     first_tokens = np.arange(plan.block_tables.shape[1]) * size
     seen = plan.block_tables[first_tokens < plan.context_lens[:, None]]
     sources = appended.copy_sources
-    moves = cache.books.moving.fetches_of(np.concatenate((seen, sources)))
+    moves = cache.books.store.cached.fetching(np.concatenate((seen, sources)))
     if not moves:
         return plan, appended
     is_late = np.isin(sources, [block for move in moves for block in move.blocks])

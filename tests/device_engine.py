@@ -40,7 +40,7 @@ from fastdecode.schedule.hybrid.control import HybridOptions
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Guess, Known, Layout
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
-from fastdecode.schedule.reserving.holder_choice import OwnHolders
+from fastdecode.schedule.reserving.starts import OwnHolders
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.grammars import GrammarMasks

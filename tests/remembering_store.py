@@ -7,7 +7,9 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from fastdecode.core.holders import Part
+from fastdecode.wire.blocks import Fetch, Retain
 from rworker.blocks.kv_store import KVStore
+from rworker.tiers.tier import MoveJob
 
 BLOCK_SIZE = 4
 
@@ -70,32 +72,27 @@ class Store:
     def forget(self, keys: Seq[bytes]) -> None:
         self._store.cached.forget(list(keys))
 
-    def begin_move(self, keys: Seq[bytes], *, is_fetch: bool) -> np.ndarray:
-        """Blocks are on their way: which they are."""
-        cached = self._store.cached
-        if not is_fetch:
-            return cached.begin_store(list(keys))
-        blocks = cached.begin_fetch(list(keys))
-        self._coming.update(blocks.tolist())
-        return blocks
+    def begin_move(self, message: Retain | Fetch) -> MoveJob:
+        job = self._store.cached.begin(message)
+        self._coming.update(job.blocks if job.is_fetch else ())
+        return job
 
-    def end_move(
-        self, keys: Seq[bytes], blocks: np.ndarray, *, is_fetch: bool, failed: set[bytes]
-    ) -> set[bytes]:
-        """They have arrived, but for some. Which have failed in the end: the disk may lack them."""
-        failed = {key for key in keys if key in failed or (is_fetch and key not in self._disk)}
-        for key, block in zip(keys, blocks.tolist(), strict=True):
-            if is_fetch:
-                self._cells[block] = -2 if key in failed else self._disk[key]
-            elif key not in failed:
+    def end_move(self, job: MoveJob) -> list[bytes]:
+        """Let a job's blocks arrive. Return those that have failed: the disk may lack them."""
+        for place, (key, block) in enumerate(zip(job.keys, job.blocks, strict=True)):
+            if job.is_fetch and key not in self._disk:
+                job.failed.add(place)
+            if job.is_fetch:
+                self._cells[block] = -2 if place in job.failed else self._disk[key]
+            elif place not in job.failed:
                 self._disk[key] = self._cells[block].copy()
-        self._store.cached.end_move(keys, failed if is_fetch else ())
-        self._coming.difference_update(blocks.tolist())
+        self._store.cached.end(job.number, job.failed)
+        self._coming.difference_update(job.blocks)
         for source, target, count in self._late:
             if source not in self._coming:
                 self._cells[target, :count] = self._cells[source, :count]
         self._late = [late for late in self._late if late[0] in self._coming]
-        return failed
+        return sorted(job.keys[place] for place in job.failed)
 
     def awaits(self, sequence_id: int) -> bool:
         """Whether any block of a sequence is coming, or was to be copied into one of its."""

@@ -8,7 +8,6 @@ from collections.abc import Sequence as Seq
 from copy import copy
 from dataclasses import dataclass, field
 
-import numpy as np
 from remembering_store import Store
 from schedule_choices import MAX_SEQUENCES, MAX_STEP_TOKENS, PREFILL_CHUNK
 
@@ -46,9 +45,11 @@ from fastdecode.wire.blocks import (
     Name,
     Open,
     Progress,
+    Retain,
     keys_of,
     words_of,
 )
+from rworker.tiers.tier import MoveJob
 
 
 @dataclass
@@ -60,30 +61,27 @@ class Moves:
     tell: Callable[[], bool] = lambda: False
     """Return True to report progress while blocks are fetched."""
     num_fetched: int = 0
-    under_way: list[tuple[Send, np.ndarray]] = field(default_factory=list)
+    under_way: list[tuple[Send, MoveJob]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.under_way)
 
     def begin(self, order: Send, store: Store) -> None:
-        is_fetch = isinstance(order.message, Fetch)
-        blocks = store.begin_move(keys_of(order.message.keys), is_fetch=is_fetch)
-        self.under_way.append((order, blocks))
+        assert isinstance(order.message, Retain | Fetch)
+        self.under_way.append((order, store.begin_move(order.message)))
 
     def next(self, stores: Seq[Store]) -> Progress | Done | None:
         """Let the oldest message arrive, or come half of the way, if there is one."""
         if not self.under_way:
             return None
-        order, blocks = self.under_way[0]
-        is_fetch, job = isinstance(order.message, Fetch), order.message.job
-        keys = keys_of(order.message.keys)
-        if is_fetch and self.tell():
-            return Progress(order.holder, job, 1, 2, 0.5)
+        order, job = self.under_way[0]
+        if job.is_fetch and self.tell():
+            return Progress(order.holder, job.number, 1, 2, 0.5)
         self.under_way.pop(0)
-        failed = {key for key in keys if self.fail()}
-        failed = stores[order.holder].end_move(keys, blocks, is_fetch=is_fetch, failed=failed)
-        self.num_fetched += (len(keys) - len(failed)) * is_fetch
-        return Done(order.holder, job, words_of(sorted(failed)), 1, 1.0)
+        job.failed.update(place for place in range(len(job.keys)) if self.fail())
+        failed = stores[order.holder].end_move(job)
+        self.num_fetched += (len(job.keys) - len(failed)) * job.is_fetch
+        return Done(order.holder, job.number, words_of(failed), 1, 1.0)
 
     def lose(self, worker: int) -> None:
         self.under_way = [move for move in self.under_way if move[0].holder != worker]

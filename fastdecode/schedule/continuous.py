@@ -30,11 +30,10 @@ from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.plan import Chunk, LanePlan, Start
-from fastdecode.schedule.reserving.holder_choice import OwnHolders
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.reserving.outgrown import Outgrown
-from fastdecode.schedule.reserving.starts import Starts
-from fastdecode.schedule.running import NOT_BOOKED, Lane, LaneShares, Parked, RunningSequence
+from fastdecode.schedule.reserving.starts import OwnHolders, Starts
+from fastdecode.schedule.running import NOT_BOOKED, Lane, RunningSequence
 from fastdecode.schedule.waiting_queue import WaitingQueue
 
 
@@ -70,12 +69,13 @@ class ContinuousScheduler:
         self.hybrid = hybrid
         self._make_lanes = make_lanes
         self._lengths = lengths
-        self._shares = LaneShares(max_num_sequences, are_even=hybrid is None)
+        self._max_num_sequences = max_num_sequences
         self._opening_steps = opening_steps
         self._starts = Starts(ledger, lengths, places or hybrid, first_part_id)
         self._outgrown = Outgrown(ledger, lengths)
         self.lanes = make_lanes(num_lanes)
-        self.parked = Parked(ledger)
+        self.parked: dict[int, RunningSequence] = {}
+        """Sequences by id that run no more, and keep what they have reserved."""
         self.waiting = WaitingQueue(self.lanes[0].admission.order)
         if hybrid is not None:
             hybrid.view = lambda: (self.lanes, list(self.waiting))
@@ -217,7 +217,7 @@ class ContinuousScheduler:
         num_ending = 0
         if ahead:
             num_ending = sum(_ends(run, lane.step) for run in lane.running.values())
-        most = self._shares.num_free(lane, self.lanes, len(self.waiting), num_ending)
+        most = self._num_free(lane, num_ending)
         lane.admission.begin_step(lane.step, len(lane.running), most, len(self.waiting))
         if most and self.hybrid is not None:
             self.hybrid.begin_plan(self.waiting.head)
@@ -226,7 +226,7 @@ class ContinuousScheduler:
             head = self.waiting.head
             if head.is_coming:
                 break  # what is run of it must be known
-            sibling = _running_sibling(self.lanes, self.parked, head)
+            sibling = self._running_sibling(head)
             candidate = self._starts.candidate(
                 lane, head, sibling, ahead=ahead, recompute=self.waiting.has_head_run
             )
@@ -236,19 +236,48 @@ class ContinuousScheduler:
             starts.append(self._starts.start(lane, candidate))
         return starts
 
+    def _num_free(self, lane: Lane, num_ending: int) -> int:
+        """Count the sequences for which there will be a place in a lane, which ``num_ending``
+        leave."""
+        num_running, num_waiting = self.num_running, len(self.waiting)
+        most = min(num_waiting, self._max_num_sequences - num_running + num_ending)
+        if self.hybrid is None:  # some lane always has less than its share: none waits for ever
+            lane_size = -(-self._max_num_sequences // len(self.lanes))
+            share = min(lane_size, -(-(num_running + num_waiting) // len(self.lanes)))
+            most = min(most, share - len(lane.running) + num_ending)
+        return max(0, most)
+
+    def _running_sibling(self, sequence: Sequence) -> RunningSequence | None:
+        """Return the running or parked sequence of the same request with its room and most
+        tokens."""
+        if sequence.request.params.n == 1:
+            return None
+        running = (run for lane in self.lanes for run in lane.running.values())
+        runs = itertools.chain(running, self.parked.values())
+        siblings = (run for run in runs if run.sequence.request is sequence.request)
+        return max(siblings, key=lambda run: (run.is_open, run.sequence.num_cached), default=None)
+
+    def park(self, sequence: Sequence) -> None:
+        """Stop a running sequence, which keeps what it has reserved until it is finished."""
+        lane = next(lane for lane in self.lanes if sequence.sequence_id in lane.running)
+        run = self.parked[sequence.sequence_id] = lane.running[sequence.sequence_id]
+        lane.leave(run, at=lane.step + 1)
+
     def _stop(self, sequence: Sequence) -> bool:
-        """Stop a sequence. Return False if it does not run."""
-        for lane in self.lanes:
-            run = lane.running.get(sequence.sequence_id)
-            if run is not None:
-                lane.leave(run, at=lane.step + 1)
-                self.ledger.release(run.residence, sequence)
-                return True
-        return self.parked.end(sequence)
+        """Stop a sequence, and free what it has reserved. Return False if it does not run."""
+        run = self.parked.pop(sequence.sequence_id, None)
+        if run is None:
+            lane = next((x for x in self.lanes if sequence.sequence_id in x.running), None)
+            if lane is None:
+                return False
+            run = lane.running[sequence.sequence_id]
+            lane.leave(run, at=lane.step + 1)
+        self.ledger.release(run.residence, sequence)
+        return True
 
     def check_invariants(self) -> None:
         runs = [run for lane in self.lanes for run in lane.running.values()]
-        held = [*runs, *self.parked.runs.values()]
+        held = [*runs, *self.parked.values()]
         self.ledger.check_invariants(run.residence for run in held)
         self.ledger.cache.check_invariants(run.sequence.sequence_id for run in held)
         for lane in self.lanes:
@@ -267,18 +296,6 @@ def _move(lane: Lane, run: RunningSequence) -> None:
     lane.budget.book(run.prefill, run.sequence.num_cached, parts=_parts(run), ahead=1)
     run.first_step = 0
     lane.enter(run, run.residence)
-
-
-def _running_sibling(
-    lanes: Iterable[Lane], parked: Parked, sequence: Sequence
-) -> RunningSequence | None:
-    """Return the running or parked sequence of the same request with its room and most tokens."""
-    if sequence.request.params.n == 1:
-        return None
-    running = (run for lane in lanes for run in lane.running.values())
-    runs = itertools.chain(running, parked.runs.values())
-    siblings = (run for run in runs if run.sequence.request is sequence.request)
-    return max(siblings, key=lambda run: (run.is_open, run.sequence.num_cached), default=None)
 
 
 def _ends(run: RunningSequence, step: int) -> bool:

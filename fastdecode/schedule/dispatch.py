@@ -1,21 +1,19 @@
-"""Which instance prefills a request, and which decodes it. Pure: the controller
-of instances and the simulator of plans drive the same object.
+"""Dispatch of requests to prefill and decode instances. The controller and the simulator of plans
+drive the same object.
 
-First come, first served. A request is bound to a prefill instance as late as
-possible: to the one with the shortest predicted queue, and only while that
-holds less than two batches. When its prompt is done, it is fetched by the
-decode instance with the least reserved and promised KV, by our own accounts: an
-instance's word comes too late when many requests come at once. Where none has
-room, the oldest waits, and nobody overtakes it. Of several that do both, and
-whose queues are equally short, the one with the least reserved KV gets it.
+Requests start in order of arrival. A request is bound to the prefill instance with the shortest
+predicted queue, and only while that holds less than two batches. Its finished prompt goes to the
+decode instance with the least reserved and promised KV, by our own counts: instance reports are too
+late when many requests arrive at once. Without room the oldest prompt waits, and none overtakes it.
+Among instances with both roles and equal queues, the one with the least reserved KV wins.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from fastdecode.core.errors import CapacityError
 
@@ -24,27 +22,29 @@ QUEUED_BATCHES = 2
 
 @dataclass(frozen=True)
 class DispatchJob:
-    """A request, as far as dispatch is concerned."""
+    """What dispatch knows of a request."""
 
     job_id: int
     prompt_tokens: int
     reserved_tokens: int
-    """Prompt and all that it may generate: what its KV takes while it decodes."""
+    """Tokens of its prompt, and all that it may generate."""
     not_at: frozenset[int] = frozenset()
-    """Instances that have failed it, and aren't given it again."""
+    """Instances that have failed it, and do not get it again."""
+
+
+JobQueue: TypeAlias = OrderedDict[int, DispatchJob]
+"""Jobs in order, by number."""
 
 
 @dataclass(frozen=True)
 class AssignPrefill:
-    """Prefill the job there."""
-
     job: DispatchJob
     instance: int
 
 
 @dataclass(frozen=True)
 class AssignDecode:
-    """Decode the job there: room is reserved, its KV may come."""
+    """Room is reserved, so the job's KV may come."""
 
     job: DispatchJob
     instance: int
@@ -52,52 +52,48 @@ class AssignDecode:
 
 @dataclass
 class PrefillQueue:
-    """What is bound to a prefill instance, and not done."""
+    """Prompts that are bound to a prefill instance, and not done."""
 
     batch_tokens: int
-    """Prompt tokens that a batch may have; a longer prompt is one by itself."""
+    """Most prompt tokens of a batch. A longer prompt is one by itself."""
     seconds: Callable[[int], float]
-    """Predicted, of so many prompt tokens."""
+    """Predicts the seconds of a number of prompt tokens."""
     num_tokens: int = 0
     is_open: bool = True
-    """It is there, and its role is to prefill."""
+    """True if it can run requests, and its role is to prefill."""
     own_room: DecodeReservations | None = None
-    """Where it goes on with what it has prefilled; None: others do."""
+    """Room in which it decodes what it has prefilled. None if others decode it."""
 
     @property
     def has_room(self) -> bool:
         return self.is_open and self.num_tokens < QUEUED_BATCHES * self.batch_tokens
 
     @property
-    def queued_s(self) -> float:
-        """Predicted, of all that is bound to it."""
-        return self.seconds(self.num_tokens)
-
-    @property
     def burden(self) -> tuple[float, float]:
-        """Whoever has the least gets the next prompt. What it keeps isn't bound to
-        it any more, but takes its room."""
-        return self.queued_s, 0.0 if self.own_room is None else self.own_room.fullness
+        """The instance with the least gets the next prompt: predicted seconds of its queue, then
+        the room that prompts take which it decodes itself."""
+        fullness = 0.0 if self.own_room is None else self.own_room.fullness
+        return self.seconds(self.num_tokens), fullness
 
 
 @dataclass
 class DecodeReservations:
-    """What is reserved at a decode instance."""
+    """Room that is reserved at a decode instance."""
 
     capacity_tokens: int
     max_sequences: int
     num_tokens: int = 0
     num_sequences: int = 0
     is_open: bool = True
-    """It is there, and its role is to decode."""
+    """True if its role is to decode."""
     is_there: bool = True
-    """It can run requests, whatever its role."""
+    """True if it can run requests, whatever its role."""
     may_return: bool = False
-    """It can't run any now, and is expected to be able to again."""
+    """True if it cannot run any now, and is expected to return."""
 
     @property
     def fullness(self) -> float:
-        """Which share of its room is reserved."""
+        """Return the share of its room that is reserved."""
         return self.num_tokens / self.capacity_tokens
 
     def fits(self, job: DispatchJob) -> bool:
@@ -105,59 +101,28 @@ class DecodeReservations:
         return fits and self.num_sequences < self.max_sequences
 
 
-class JobQueue:
-    """Jobs in order. Every operation takes the same time, however many wait."""
-
-    def __init__(self) -> None:
-        self._jobs: OrderedDict[int, DispatchJob] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def __iter__(self) -> Iterator[DispatchJob]:
-        return iter(self._jobs.values())
-
-    @property
-    def head(self) -> DispatchJob:
-        return next(iter(self._jobs.values()))
-
-    def append(self, job: DispatchJob) -> None:
-        self._jobs[job.job_id] = job
-
-    def append_first(self, job: DispatchJob) -> None:
-        self.append(job)
-        self._jobs.move_to_end(job.job_id, last=False)
-
-    def pop_first(self) -> DispatchJob:
-        return self._jobs.popitem(last=False)[1]
-
-    def discard(self, job: DispatchJob) -> None:
-        """Take a job out, if it is in the queue."""
-        self._jobs.pop(job.job_id, None)
-
-
 @dataclass
 class Dispatcher:
-    """Events in, decisions out. Instances are known by their place in the lists."""
+    """Events in, decisions out. Instances are known by their places in the lists."""
 
     prefill: list[PrefillQueue]
     decode: list[DecodeReservations]
-    _arrived: JobQueue = field(default_factory=JobQueue)
-    _offered: JobQueue = field(default_factory=JobQueue)
+    _arrived: JobQueue = field(default_factory=OrderedDict)
+    _offered: JobQueue = field(default_factory=OrderedDict)
 
     def arrived(self, job: DispatchJob) -> Iterator[AssignPrefill | AssignDecode]:
-        """A request has come.
+        """Queue a request.
 
         Raises:
-            CapacityError: no instance that may decode it could ever hold it.
+            CapacityError: If no instance that may decode it could ever hold it.
         """
         self.check_possible(job)
-        self._arrived.append(job)
-        return itertools.chain(self._bind(), self._fetch())
+        self._arrived[job.job_id] = job
+        return self.look()
 
     def check_possible(self, job: DispatchJob) -> None:
-        """Raises CapacityError: no instance that may decode it could ever hold it.
-        Instances that are expected back count."""
+        """Raise CapacityError if no instance that may decode a job could ever hold it. Instances
+        that are expected back count."""
         away = [i for i, room in enumerate(self.decode) if room.may_return and i not in job.not_at]
         capacities = [self.decode[i].capacity_tokens for i in (*self._decoders(job), *away)]
         if job.reserved_tokens > max(capacities, default=0):
@@ -167,61 +132,54 @@ class Dispatcher:
             )
 
     def returned(self, job: DispatchJob) -> Iterator[AssignPrefill | AssignDecode]:
-        """What has been run of its prompt is lost, and nothing was drawn: it
-        begins anew, before all that wait."""
-        self._arrived.append_first(job)
-        yield from self._bind()
-        yield from self._fetch()
+        """Queue a job first again whose prompt's tokens are lost, before anything was drawn."""
+        _put_first(self._arrived, job)
+        yield from self.look()
 
     def resumed(self, job: DispatchJob, *, is_first: bool) -> Iterator[AssignDecode]:
-        """It is to be decoded by who runs its prompt, too; ``is_first``: before
-        all that wait."""
+        """Queue a job whose decode instance runs its prompt, too. ``is_first``: before all that
+        wait."""
         if is_first:
-            self._offered.append_first(job)
+            _put_first(self._offered, job)
         else:
-            self._offered.append(job)
+            self._offered[job.job_id] = job
         yield from self._fetch()
 
     def withdrawn(self, job: DispatchJob) -> Iterator[AssignPrefill | AssignDecode]:
-        """It waits, and nobody wants it any more."""
-        self._arrived.discard(job)
-        self._offered.discard(job)
-        yield from self._bind()
-        yield from self._fetch()
+        """Remove a waiting job."""
+        self._arrived.pop(job.job_id, None)
+        self._offered.pop(job.job_id, None)
+        yield from self.look()
 
     def look(self) -> Iterator[AssignPrefill | AssignDecode]:
-        """Instances have come, gone, or changed their roles."""
+        """Assign what waits: jobs or instances have changed."""
         yield from self._bind()
         yield from self._fetch()
 
     def prefilled(self, job: DispatchJob, instance: int) -> Iterator[AssignPrefill | AssignDecode]:
-        """Its prompt is done, and its first token drawn; it is to be decoded."""
+        """Queue a job for decoding whose prompt is done, and whose first token is drawn."""
         yield from self.left(job, instance)
-        self._offered.append(job)
+        self._offered[job.job_id] = job
         yield from self._fetch()
 
     def left(self, job: DispatchJob, instance: int) -> Iterator[AssignPrefill | AssignDecode]:
-        """Its prompt is done, or nobody wants it any more: there is nothing to decode."""
+        """Remove a job from its prefill instance: there is nothing to decode."""
         queue = self.prefill[instance]
         queue.num_tokens -= job.prompt_tokens
         assert queue.num_tokens >= 0
-        yield from self._bind()
-        yield from self._fetch()
+        yield from self.look()
 
     def kept(self, bound: AssignPrefill) -> AssignDecode | None:
-        """A prompt is bound to an instance that may go on with it itself: whether
-        it does, since it has room, and nobody waits for that. It is to be
-        prefilled and decoded there then."""
+        """Let a prefill instance decode a prompt that is bound to it, if it may, has room, and no
+        other job waits for that. Return where the job is then prefilled and decoded."""
         job, room = bound.job, self.decode[bound.instance]
         if self._offered or not room.fits(job):
             return None
         self.prefill[bound.instance].num_tokens -= job.prompt_tokens
-        room.num_tokens += job.reserved_tokens
-        room.num_sequences += 1
-        return AssignDecode(job, bound.instance)
+        return self._assigned(job, bound.instance)
 
     def decoded(self, job: DispatchJob, instance: int) -> Iterator[AssignDecode]:
-        """It is over, and its room is free."""
+        """Free the room of a job that is over."""
         room = self.decode[instance]
         room.num_tokens -= job.reserved_tokens
         room.num_sequences -= 1
@@ -239,45 +197,53 @@ class Dispatcher:
         return len(self._offered)
 
     def _decoders(self, job: DispatchJob) -> list[int]:
-        """Instances that may decode a job: those whose role is to decode, or any
-        if none of them is left for it."""
+        """Return the instances that may decode a job: those whose role is to decode, or any if none
+        of them is left for it."""
         able = [i for i, room in enumerate(self.decode) if room.is_there and i not in job.not_at]
         return [i for i in able if self.decode[i].is_open] or able
 
+    def _assigned(self, job: DispatchJob, instance: int) -> AssignDecode:
+        self.decode[instance].num_tokens += job.reserved_tokens
+        self.decode[instance].num_sequences += 1
+        return AssignDecode(job, instance)
+
     def _bind(self) -> Iterator[AssignPrefill]:
         while self._arrived:
-            job = self._arrived.head
+            job = next(iter(self._arrived.values()))
             open_for_it = [
                 i for i, queue in enumerate(self.prefill) if queue.is_open and i not in job.not_at
             ]
             if not open_for_it:
                 if not self._decoders(job):
                     return  # no instance can run it now
-                self._offered.append(self._arrived.pop_first())  # a decoder runs its prompt, too
+                del self._arrived[job.job_id]
+                self._offered[job.job_id] = job  # a decoder runs its prompt, too
                 continue
             queues = [i for i in open_for_it if self.prefill[i].has_room]
             if not queues:
                 return
             best = min(queues, key=lambda i: self.prefill[i].burden)
-            self._arrived.pop_first()
+            del self._arrived[job.job_id]
             self.prefill[best].num_tokens += job.prompt_tokens
             yield AssignPrefill(job, best)
 
     def _fetch(self) -> Iterator[AssignDecode]:
         expecting: list[DispatchJob] = []  # no instance that is there could take them
         while self._offered:
-            job = self._offered.head
+            job = next(iter(self._offered.values()))
             decoders = self._decoders(job)
             if not any(self.decode[i].capacity_tokens >= job.reserved_tokens for i in decoders):
-                expecting.append(self._offered.pop_first())
+                expecting.append(self._offered.pop(job.job_id))
                 continue
             rooms = [i for i in decoders if self.decode[i].fits(job)]
             if not rooms:
                 break
-            best = min(rooms, key=lambda i: self.decode[i].fullness)
-            self._offered.pop_first()
-            self.decode[best].num_tokens += job.reserved_tokens
-            self.decode[best].num_sequences += 1
-            yield AssignDecode(job, best)
+            del self._offered[job.job_id]
+            yield self._assigned(job, min(rooms, key=lambda i: self.decode[i].fullness))
         for job in reversed(expecting):
-            self._offered.append_first(job)
+            _put_first(self._offered, job)
+
+
+def _put_first(queue: JobQueue, job: DispatchJob) -> None:
+    queue[job.job_id] = job
+    queue.move_to_end(job.job_id, last=False)

@@ -13,9 +13,8 @@ LEAVING      as ADOPTED, and its replacement has a copy        INTERRUPTED, LOST
 LOST         gone, with all that it kept                       OPEN
 ===========  ================================================  ==================================
 
-Each change goes through ``HolderStates.move``, which refuses any other. The scheduler
-places sequences by these states, and recovery decides by them; which connections are
-lost, ``fastdecode.engine.fleet.pool`` knows.
+Each change goes through ``HolderStates.move``, which refuses any other. The scheduler places
+sequences by these states, and recovery decides by them.
 """
 
 from __future__ import annotations
@@ -47,43 +46,37 @@ TRANSITIONS: Final[Mapping[HolderState, frozenset[HolderState]]] = {
     _S.LEAVING: frozenset({_S.INTERRUPTED, _S.LOST}),
     _S.LOST: frozenset({_S.OPEN}),
 }
-"""To which states a holder may go from each."""
+"""States that a holder may enter from each."""
 
 
 class HolderStates:
-    """Of all holders. ``num_holders``: all of them are open at first."""
+    """States of all holders, which are open at first."""
 
     def __init__(self, num_holders: int) -> None:
         self._states = [HolderState.OPEN] * num_holders
         self.are_lost = False
-        """Whether all holders are gone."""
+        """True if all holders are gone."""
         self.returning: set[HolderId] = set()
-        """Those of the lost ones that are sure to come back."""
+        """Lost holders that are sure to return."""
 
     def __getitem__(self, holder: HolderId) -> HolderState:
         return self._states[holder]
 
     def having(self, state: HolderState) -> list[HolderId]:
-        """The holders in a state."""
         return [HolderId(h) for h, own in enumerate(self._states) if own is state]
 
     @property
     def open(self) -> list[HolderId]:
-        """The holders that new sequences may go to."""
         return self.having(HolderState.OPEN)
 
     @property
     def served(self) -> list[HolderId]:
-        """The holders that aren't lost."""
+        """Return the holders that are not lost."""
         lost = HolderState.LOST
         return [HolderId(h) for h, own in enumerate(self._states) if own is not lost]
 
     def move(self, holder: HolderId, state: HolderState) -> None:
-        """Change a holder's state.
-
-        Raises:
-            AssertionError: it can't go there from where it is.
-        """
+        """Change a holder's state, which ``TRANSITIONS`` has to allow."""
         before = self._states[holder]
         is_known = state is before or state in TRANSITIONS[before]
         assert is_known, f"a holder that is {before.value} can't be {state.value}"

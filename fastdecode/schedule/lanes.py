@@ -1,22 +1,19 @@
-"""How many lanes? As many as keep S-worker and R-workers busy, and no more:
-each lane reads the weights anew.
+"""The number of lanes: as many as keep S-worker and R-workers busy, and no more, since each lane
+reads the weights again.
 
-When B sequences with W cached tokens step in k lanes, all of them have stepped
-once after at least
+When B sequences with W cached tokens step in k lanes, all have stepped once after at least
 
-=======================  =====================================================
+=======================  ==========================================================================
 k · T_S(B/k)             the S-worker does one lane after the other
 k · T_R(W/k)             so does the busiest R-worker
-T_S(B/k) + T_R(W/k) + L  a lane's own way: S-part, out, R-part, back; L is what
-                         the way out and back takes
-=======================  =====================================================
+T_S(B/k) + T_R(W/k) + L  a lane's own way: S-part, out, R-part, back; L is the way out and back
+=======================  ==========================================================================
 
-and after the greatest of these if the lanes fill each other's gaps. With N
-pipeline stages the first two are the slowest stage's, and a lane's own way leads
-through N of them: N · (T_S(B/k) + T_R(W/k)) + L. The third
-falls as k grows until it is below the others: with lanes of a given size, at k
-= 1 + (L + T_R)/T_S. The first grows with k by what a step costs whatever its
-batch. All times are of a step through all layers, as measured while it runs.
+and after the greatest of these if the lanes fill each other's gaps. With N pipeline stages the
+first two are the slowest stage's, and a lane's own way is N · (T_S(B/k) + T_R(W/k)) + L. The third
+falls as k grows until it is below the others: with lanes of a given size, at k = 1 +
+(L + T_R)/T_S. The first grows with k by what a step costs whatever its batch. All times are
+measured, of a step through all layers.
 """
 
 from __future__ import annotations
@@ -28,38 +25,40 @@ from typing import Protocol
 from fastdecode.schedule.times import MeasuredTimes, cycle_s
 
 MAX_AUTO_LANES = 8
-# Lane steps between two decisions; twice as many as times have to have been measured for.
+# Lane steps between two decisions: twice as many as times have to be measured for.
 _EVERY = 64
-# Changing the lanes must save this part of a step: it interrupts the pipeline,
-# and predictions are not exact. Of numbers that differ by less than half of it,
-# the lowest is taken.
+# Changing the lanes must save this part of a step: it interrupts the pipeline, and predictions are
+# not exact. Of numbers that differ by less than half of it, the lowest is taken.
 _LEAST_GAIN = 0.06
 
 
 class LaneChoice(Protocol):
-    """Who decides on the number of lanes."""
+    """Decides on the number of lanes."""
 
     def observe(self, lane: int, num_decoding: int, loads: Mapping[int, int]) -> None:
-        """A lane's step was run; see ``LaneControl.observe``."""
+        """Note that a lane's step was run.
+
+        Args:
+            num_decoding: sequences that decoded.
+            loads: cached tokens to which each R-worker attended.
+        """
 
     def decide(self) -> int:
-        """The number of lanes that there should be. If it isn't what it was,
-        ``regrouped`` is due."""
+        """Return the number of lanes that there should be. If it changes, ``regrouped`` is due."""
 
     def regrouped(self, num_lanes: int) -> None:
-        """There are so many lanes now, all of them between two steps."""
+        """Note the new number of lanes, all of them between two steps."""
 
 
 class LaneControl:
     """Decides on the number of lanes from the steps that were run.
 
     Args:
-        times: what the parts of a lane's step take; told by somebody else.
-        num_lanes: at the start.
-        most: lanes at most.
+        times: times of the parts of a lane's step, of the slowest stage. The caller observes them.
+        num_lanes: lanes at the start.
+        most: most lanes.
         every: lane steps between two decisions.
-        num_stages: pipeline stages that a step goes through; times are the
-            slowest one's.
+        num_stages: pipeline stages that a step goes through.
     """
 
     def __init__(
@@ -82,12 +81,6 @@ class LaneControl:
         self._num_lanes = num_lanes
 
     def observe(self, lane: int, num_decoding: int, loads: Mapping[int, int]) -> None:
-        """A lane's step was run.
-
-        Args:
-            num_decoding: sequences that decoded.
-            loads: by R-worker, the cached tokens that it attended to.
-        """
         if not num_decoding:
             return  # that says nothing of the steps to come
         self._batches[lane] = num_decoding
@@ -95,14 +88,13 @@ class LaneControl:
         self._num_steps += 1
 
     def decide(self) -> int:
-        """The number of lanes that there should be. If it isn't what it was,
-        ``regrouped`` is due."""
-        # A lane that was not heard of has nothing that decodes: wait for it
-        # twice as long as for the others, no longer.
+        # A lane that was not observed has nothing that decodes: wait for it twice as long as for
+        # the others.
         all_heard = len(self._batches) >= self._num_lanes
         if self._num_steps < (self._every if all_heard else 2 * self._every):
             return self._num_lanes
-        cycles_s = {k: self.cycle_s(k) for k in range(1, self._limit() + 1)}
+        most = max(1, min(self._most, sum(self._batches.values())))  # none of them idle
+        cycles_s = {k: self.cycle_s(k) for k in range(1, most + 1)}
         fastest_s = min(cycles_s.values())
         if fastest_s < (1 - _LEAST_GAIN) * self.cycle_s(self._num_lanes):
             return next(
@@ -112,15 +104,13 @@ class LaneControl:
         return self._num_lanes
 
     def regrouped(self, num_lanes: int) -> None:
-        """There are so many lanes now, all of them between two steps."""
         self._num_lanes = num_lanes
         self._num_steps = 0
         self._batches.clear()
         self._loads.clear()
 
     def cycle_s(self, num_lanes: int) -> float:
-        """What one step of the whole batch would take in so many lanes; NaN
-        while that is unknown."""
+        """Return the time of one step of the whole batch in this many lanes. NaN while unknown."""
         num_sequences = sum(self._batches.values())
         num_lane = -(-num_sequences // num_lanes)
         s_part_s = self._times.s_part_s(num_lane, hopeful=True)
@@ -137,7 +127,3 @@ class LaneControl:
         # Its way through the other stages is part of its trip.
         others_s = (self._num_stages - 1) * (s_part_s + r_part_s)
         return cycle_s(num_lanes, s_part_s, r_part_s, others_s + self._times.trip_s(num_lane))
-
-    def _limit(self) -> int:
-        """A lane that has nothing to do is of no use."""
-        return max(1, min(self._most, sum(self._batches.values())))

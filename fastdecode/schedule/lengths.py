@@ -1,4 +1,4 @@
-"""How long will a sequence get? A bound, or a forecast learnt from those that have finished."""
+"""Forecasts of sequences' lengths: a bound, or learnt from those that have finished."""
 
 from __future__ import annotations
 
@@ -11,35 +11,31 @@ from fastdecode.core.sequence import Sequence
 
 
 class LengthPredictor(Protocol):
-    """Forecasts how many tokens a sequence will have generated at its end: more
-    than now, at most its max_tokens."""
+    """Forecasts how many tokens a sequence will have generated at its end: more than now, at most
+    its max_tokens."""
 
     def expected(self, sequence: Sequence) -> int:
-        """On average: by this its load is projected. Over many sequences, errors cancel out."""
+        """Return its mean, by which load is projected. Over many sequences, errors cancel out."""
 
     def safe(self, sequence: Sequence) -> int:
-        """Rarely exceeded: for this many it reserves KV blocks."""
+        """Return a rarely exceeded number, for which KV blocks are reserved."""
 
     def observe(self, sequence: Sequence) -> None:
-        """The sequence is over."""
+        """Learn from a sequence that is over."""
 
 
 class LearntLengths:
-    """Mean and quantile of the lengths seen lately, among those that got longer
-    than the sequence at hand is.
+    """Mean and quantile of the latest lengths, among those that are longer than the sequence.
 
-    Until enough are known to have got that far, ``first_guess``, or max_tokens
-    without one; and always max_tokens for a sequence that nothing else can end.
-    Sequences that were cancelled, or cut off by a low max_tokens, count with
-    the length they had.
+    Until enough of these are known, ``first_guess`` counts, or max_tokens without one. A sequence
+    that nothing else can end gets max_tokens. Sequences that were cancelled, or cut off by a low
+    max_tokens, count with the length they had.
 
     Args:
-        quantile: the part of sequences that are to end within ``safe``; None:
-            that is max_tokens.
-        window: how many of the last finished sequences count.
-        min_observed: fewer give no forecast.
-        first_guess: tokens that are expected of a sequence until then; twice,
-            four times as many of one that has got longer.
+        quantile: share of sequences that are to end within ``safe``. None for max_tokens.
+        window: number of the last finished sequences that count.
+        min_observed: fewer lengths give no forecast.
+        first_guess: tokens of a sequence until then. Doubled for one that is longer already.
     """
 
     def __init__(
@@ -75,17 +71,15 @@ class LearntLengths:
             del self._ascending[bisect_left(self._ascending, self._recent.popleft())]
 
     def _longer(self, sequence: Sequence) -> list[int]:
-        """Lengths above the sequence's own so far, ascending."""
+        """Return the lengths above the sequence's own so far, ascending."""
         params = sequence.request.params
         ends_at_max = params.ignore_eos and not params.stop and not params.stop_token_ids
         longer = self._ascending[bisect_right(self._ascending, sequence.num_generated) :]
         if ends_at_max:
             return [sequence.request.max_tokens]
-        return longer if len(longer) >= self._min_observed else [self._guess(sequence)]
-
-    def _guess(self, sequence: Sequence) -> int:
-        """What is expected of a sequence while nothing is known of any as long."""
+        if len(longer) >= self._min_observed:
+            return longer
         most, guess = sequence.request.max_tokens, self._first_guess
         while guess is not None and guess <= sequence.num_generated:
             guess *= 2
-        return most if guess is None else min(guess, most)
+        return [most if guess is None else min(guess, most)]

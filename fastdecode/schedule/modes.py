@@ -7,10 +7,9 @@ from functools import partial
 from typing import Final
 
 from fastdecode.core.clock import Clock
-from fastdecode.core.config.groups import Batching
 from fastdecode.core.holders import HolderId
 from fastdecode.schedule.admission.by_forecast import ByForecast, stabilizing_gain
-from fastdecode.schedule.admission.policies import Admission, FixedF, Greedy, Synchronized
+from fastdecode.schedule.admission.policies import Admission, FixedF, Synchronized
 from fastdecode.schedule.admission.stabilized import Stabilized
 from fastdecode.schedule.cache.holdings import Holdings
 from fastdecode.schedule.cache.retention import Policy
@@ -20,8 +19,8 @@ from fastdecode.schedule.hybrid.control import HybridControl, HybridOptions
 from fastdecode.schedule.lengths import LearntLengths, LengthPredictor
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.prefill import PrefillBudget
-from fastdecode.schedule.reserving.holder_choice import OwnHolders
 from fastdecode.schedule.reserving.ledger import BlockLedger
+from fastdecode.schedule.reserving.starts import OwnHolders
 from fastdecode.schedule.running import Lane
 from fastdecode.schedule.times import StepTime, balanced_loads
 
@@ -50,25 +49,21 @@ def make_scheduler(
     lengths: LengthPredictor | None = None,
     clock: Clock = time.monotonic,
 ) -> ContinuousScheduler:
-    """A scheduler for holders of ``blocks`` KV blocks each, of ``block_size`` tokens.
+    """Make a scheduler for holders of ``blocks`` KV blocks each, of ``block_size`` tokens.
 
     Args:
-        opening_steps, first_part_id, places: see ``ContinuousScheduler``,
-            ``Starts``.
-        times: what load limits follow from, unless ``load_limit`` is given;
-            asked again now and then. Without either, the limit is the load of a
-            full batch whose starts are spread evenly.
-        hybrid: one of the holders is the device, the others are R-workers; with
-            ``times``.
+        opening_steps, first_part_id, places: see ``ContinuousScheduler``, ``Starts``.
+        times: give load limits, unless ``load_limit`` is given. Without either, the limit is the
+            load of a full batch whose starts are spread evenly.
+        hybrid: one of the holders is the device, the others are R-workers. Needs ``times``.
         keeps_blocks, hands_over: see ``Holdings``.
-        cache_policy, window: see ``Stock``; split sequences are kept as a
-            whole, whatever the window.
+        cache_policy, window: see ``Stock``. Split sequences are kept whole, whatever the window.
         swap_threshold: see ``BlockLedger``.
-        lengths: forecasts what sequences generate; None: it is learned.
-        clock: by which kept blocks are idle.
+        lengths: forecasts what sequences generate. None to learn it.
+        clock: seconds, for the idle time of cached blocks.
 
     Raises:
-        ConfigError, CapacityError: see ``ScheduleOptions.fixed_interval``.
+        ConfigError, CapacityError: If ``ScheduleOptions.fixed_interval`` does.
     """
     batching, split = options.batching, options.split_tokens
     if lengths is None:
@@ -87,6 +82,10 @@ def make_scheduler(
     reserve = 0.0 if batching.length_quantile is None else RESERVE
     rows = options.max_closed_rows
     ledger = BlockLedger(blocks, block_size, split, rows, cache, reserve, swap_threshold, home)
+    control = None
+    if hybrid is not None:
+        assert times is not None, "what goes where follows from step times"
+        control = HybridControl(hybrid, ledger, lengths, times, batching.max_num_sequences)
     # With a home lane there are no shares: that one may have all.
     sharing = options if home is None else options.with_lanes(1)
     capacity = tuple(num_blocks * block_size for num_blocks in blocks)
@@ -99,7 +98,7 @@ def make_scheduler(
         opening_steps=opening_steps,
         first_part_id=first_part_id,
         places=places,
-        hybrid=_control(hybrid, ledger, lengths, times, batching),
+        hybrid=control,
     )
 
 
@@ -112,8 +111,8 @@ def _lanes(
     *,
     home: HolderId | None,
 ) -> list[Lane]:
-    """So many lanes. Each has its part of what there may be in all; with a home lane,
-    each may have all of it, but for a load limit, which away lanes share."""
+    """Make lanes. Each has its share of all limits. With a home lane each may have all, but for a
+    load limit, which away lanes share."""
     one = options.with_lanes(num_lanes) if home is None else options
     num_limited = one.num_lanes if home is None else max(1, num_lanes - 1)
     budget = (
@@ -139,20 +138,6 @@ def _lanes(
     ]
 
 
-def _control(
-    hybrid: HybridOptions | None,
-    ledger: BlockLedger,
-    lengths: LengthPredictor,
-    times: StepTime | None,
-    batching: Batching,
-) -> HybridControl | None:
-    """What decides on which side a sequence's KV is, if there are two."""
-    if hybrid is None:
-        return None
-    assert times is not None, "what goes where follows from step times"
-    return HybridControl(hybrid, ledger, lengths, times, batching.max_num_sequences)
-
-
 def _admission(
     options: ScheduleOptions,
     capacity: tuple[int, ...],
@@ -160,11 +145,11 @@ def _admission(
     num_limited: int,
     home: HolderId | None,
 ) -> Admission:
-    """One lane's policy. ``num_limited``: lanes that share a load limit, which does not
-    hold for what is on ``home``."""
+    """Make a lane's policy. ``num_limited``: lanes that share a load limit, which does not hold for
+    ``home``."""
     batching = options.batching
     if batching.schedule == "greedy" or (batching.schedule == "auto" and times is None):
-        return Greedy()
+        return Admission()
     if batching.schedule == "synchronized":
         return Synchronized()
     if batching.schedule == "fixed-f":
@@ -195,8 +180,8 @@ def _admission(
 def _shares(
     limit: int, capacity: tuple[int, ...], times: StepTime | None, home: HolderId | None
 ) -> tuple[int, ...]:
-    """A lane's load limit dealt out to R-workers by their speed, or else by
-    their memory; none gets more than it holds. What ``home`` holds is not limited."""
+    """Share a lane's load limit out to R-workers by their speed, or else by their memory. None gets
+    more than it holds, and ``home`` is not limited."""
     weights = [float(tokens) for tokens in capacity]
     if times is not None:
         weights = [

@@ -52,15 +52,6 @@ class Send:
 
 
 @dataclass(frozen=True)
-class Grow:
-    """Enlarge the last part of a running sequence that outgrows its room."""
-
-    sequence: Sequence
-    residence: Residence
-    """The enlarged one."""
-
-
-@dataclass(frozen=True)
 class Chunk:
     """The next uncached tokens of a running sequence. A step that fills a gap and continues behind
     it has two chunks of the sequence, in this order."""
@@ -100,5 +91,6 @@ class LanePlan:
 
     suspends: tuple[Sequence, ...] = ()
     """Running sequences that give their blocks back and wait again, to be recomputed."""
-    grows: tuple[Grow, ...] = ()
+    grows: tuple[tuple[Sequence, Residence], ...] = ()
+    """Running sequences that outgrow their room, and where they are with a larger last part."""
     starts: tuple[Start, ...] = ()

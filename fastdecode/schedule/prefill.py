@@ -1,25 +1,21 @@
-"""Chunked prefill beside decoding: which step runs how many tokens of which
-prompt, fixed when the prompt starts.
+"""Chunked prefill beside decoding: how many tokens of which prompt a step runs, fixed when the
+prompt starts.
 
-Every step has room for so many prompt tokens beside the decoding sequences,
-which are never held up. Prompts book that room in order of their start, each at
-most one chunk a step. What is booked stays booked, so a sequence's last prefill
-step, and with it its load at every later step, is known when it starts, and
-load control can count on it.
+Every step has room for a number of prompt tokens beside the decoding sequences, which are never
+held up. Prompts book that room in order of their start, each at most one chunk per step. What is
+booked stays booked. So a sequence's last prefill step, and its load at every later step, is known
+when it starts, and load control can count on it.
 
-Whoever books when the present step has room gets room in every step that
-follows, up to their last: bookings made earlier take less and less of the later
-steps. So from its start on a sequence gets at least one token further in every
-step; a prefill of q steps that ends with c cached tokens never has more than c
-- q + 1 in its first step, c - q + 2 in its second, and so on: no more than a
-sequence that decodes from there. (Chunks of split sequences end where a part
-does, so a larger one may follow; who finds a later step full because of that
-waits.)
+A prompt that books when the present step has room gets room in every step until its last:
+bookings made earlier take less and less of the later steps. So a sequence advances by at least one
+token in every step. A prefill of q steps that ends with c cached tokens never has more than
+c - q + 1 in its first step, c - q + 2 in its second, and so on: no more than a sequence that
+decodes from there. Chunks of split sequences end where a part does, so a larger one may follow. A
+prompt that finds a later step full because of that waits.
 
-The queries of a split sequence also go to the holders of its **closed** parts,
-once for each of them, and so take room in messages: to each holder chunk ·
-closed parts there **closed-part rows**. These are booked, too, and chunks get
-smaller as a holder has more of the parts.
+The queries of a split sequence also go to the holders of its **closed** parts, once for each of
+them, and so take room in messages: to each holder chunk · closed parts there **closed-part rows**.
+These are booked, too, and chunks get smaller as a holder has more of the parts.
 """
 
 from __future__ import annotations
@@ -32,24 +28,22 @@ from dataclasses import dataclass, field
 
 @dataclass
 class _Booked:
-    """Of one step."""
+    """Room of one step that is booked."""
 
     tokens: int = 0
     closed_rows: Counter[int] = field(default_factory=Counter)
-    """By holder."""
 
 
 class PrefillBudget:
-    """The prompt tokens booked in this step and in those to come.
+    """The prompt tokens booked in this step and in later ones.
 
     Args:
-        max_step_tokens: of all prompts in one step.
-        max_chunk: of one prompt in one step.
-        max_closed_rows: of all prompts in one step, on one holder. No prompt
-            has more closed parts there than this.
-        part_tokens: sequences that are split have parts of so many tokens.
-        whole_prompts: a prompt begins in a step that has room for all of it, or
-            in one in which no other runs.
+        max_step_tokens: most tokens of all prompts in one step.
+        max_chunk: most tokens of one prompt in one step.
+        max_closed_rows: most rows of all prompts in one step, on one holder. No prompt has more
+            closed parts there than this.
+        part_tokens: tokens of the parts of split sequences.
+        whole_prompts: see ``ScheduleOptions``.
     """
 
     def __init__(
@@ -73,21 +67,20 @@ class PrefillBudget:
             self._booked.popleft()
 
     def clear(self) -> None:
-        """Nobody holds a booking any more."""
+        """Remove all bookings."""
         self._booked.clear()
 
     def chunks(
         self, num_tokens: int, first: int = 0, *, parts: Seq[int] | None = None, ahead: int = 0
     ) -> tuple[int, ...]:
-        """How many of a prompt's tokens would run in a step, the next, …; empty
+        """Return how many of a prompt's tokens would run in a step, the next one, and so on. Empty
         if the step has no room left.
 
         Args:
-            num_tokens: of the prompt, from its ``first`` on.
-            parts: of a split sequence, the holder of each part as far as they
-                are known. A chunk doesn't go beyond its part, and its queries
-                find room on the holders of those before.
-            ahead: which step it is; 0 is the present one.
+            num_tokens: tokens of the prompt, from its ``first`` on.
+            parts: holder of each known part of a split sequence. A chunk does not go beyond its
+                part, and its queries find room on the holders of those before.
+            ahead: number of the step. 0 for the present one.
         """
         chunks: list[int] = []
         taken = self._booked[ahead].tokens if ahead < len(self._booked) else 0
@@ -119,7 +112,7 @@ class PrefillBudget:
         parts: Seq[int] | None = None,
         ahead: int = 0,
     ) -> None:
-        """Take what ``chunks`` offered, or whatever else, whether or not there is room."""
+        """Book chunks, whether or not there is room."""
         self._count(chunks, first, parts, ahead, 1)
 
     def unbook(
@@ -130,7 +123,6 @@ class PrefillBudget:
         parts: Seq[int] | None = None,
         ahead: int = 0,
     ) -> None:
-        """Give back what was booked."""
         self._count(chunks, first, parts, ahead, -1)
 
     def _count(
@@ -146,5 +138,5 @@ class PrefillBudget:
             first += chunk
 
     def _closed(self, parts: Seq[int], first: int) -> Counter[int]:
-        """Holder → closed parts there of a sequence with ``first`` tokens."""
+        """Count the closed parts of a sequence with ``first`` tokens, by holder."""
         return Counter(parts[: first // self._part_tokens] if parts and self._part_tokens else ())

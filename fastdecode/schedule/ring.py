@@ -1,8 +1,5 @@
-"""Who keeps whose replica, and how many KV blocks each R-worker may offer.
-
-R-workers form a ring: the neighbour of one is the next, of the last the first.
-A neighbour keeps a replica of the holder's cache.
-"""
+"""The ring of R-workers, each of which keeps a replica of the one before it, and the KV blocks that
+each may offer."""
 
 from __future__ import annotations
 
@@ -34,12 +31,14 @@ def neighbour(
 
 
 def num_offered(num_blocks: Sequence[int]) -> tuple[int, ...]:
-    """Blocks of each holder's own cache, where each R-worker could offer
-    ``num_blocks`` without replicas: half of what both it and its neighbour have,
-    so that the replica takes all that the cache does.
+    """Return the blocks of each holder's own cache: half of what both its R-worker and the
+    neighbour have, so that the replica has room for all of it.
+
+    Args:
+        num_blocks: blocks that each R-worker could offer without replicas.
 
     Raises:
-        ConfigError: a single R-worker, or one that hasn't two blocks.
+        ConfigError: If there is a single R-worker, or one without two blocks.
     """
     offered = []
     for index, blocks in enumerate(num_blocks):
@@ -56,17 +55,15 @@ def num_offered(num_blocks: Sequence[int]) -> tuple[int, ...]:
 
 
 def num_shared(num_blocks: Sequence[int], block_bytes: Sequence[int]) -> int:
-    """Blocks of everybody's own cache, where all have the same tokens, each
-    other heads of them: as many as every R-worker has room for beside its
-    neighbour's replica.
+    """Return the blocks of each cache where all have the same tokens, each other heads of them: as
+    many as every R-worker has room for beside a replica.
 
     Args:
-        num_blocks: that each could offer without replicas.
-        block_bytes: of each one's blocks, by its share of the heads.
+        num_blocks: blocks that each could offer without replicas.
+        block_bytes: bytes of each one's block, by its share of the heads.
 
     Raises:
-        ConfigError: a single R-worker, or one that hasn't the memory for a
-            block of its own and one of its neighbour's.
+        ConfigError: If there is a single R-worker, or one without memory for both blocks.
     """
     neighbour(HolderId(0), len(num_blocks))
     guests = [block_bytes[-1], *block_bytes[:-1]]  # whose replica each keeps: the one before it

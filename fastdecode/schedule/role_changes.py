@@ -1,4 +1,4 @@
-"""Which instances change their roles, so that so many have each. Pure."""
+"""Changes of instances' roles."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from fastdecode.core.config.instances import InstanceRole
 def role_changes(
     roles: Sequence[InstanceRole], wanted: Mapping[InstanceRole, int], busy: Sequence[float]
 ) -> dict[int, InstanceRole]:
-    """As few as it takes; of those that could change, the least busy ones. Those
-    that gain what isn't there yet come first: nothing is given up before.
+    """Return the fewest changes after which ``wanted`` instances have each role: new roles by
+    place, in the order in which they change. Roles that no instance has come first.
 
     Args:
-        roles: of each instance.
-        wanted: how many are to have each role; as many in all as there are.
-        busy: how much each has to do; of the same, the earlier one changes.
-
-    Returns:
-        new roles by the instances' places, in the order in which they change.
+        roles: role of each instance.
+        wanted: instances of each role, as many in all as there are.
+        busy: work of each instance. The least busy ones change; of equal ones, the earlier one.
     """
     assert sum(wanted.values()) == len(roles) == len(busy)
     spare: list[int] = []

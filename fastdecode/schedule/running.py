@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -15,7 +13,6 @@ from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.admission.policies import Admission
 from fastdecode.schedule.plan import Chunk
 from fastdecode.schedule.prefill import PrefillBudget
-from fastdecode.schedule.reserving.ledger import BlockLedger
 
 NOT_BOOKED: Final = sys.maxsize
 """Stands for the first step of a sequence that has none booked: later than any."""
@@ -35,7 +32,7 @@ class RunningSequence:
     is_open: bool = False
     """All of its room was granted."""
     is_fetching: bool = False
-    """It waits for cached blocks, and no room was asked for it yet."""
+    """True while it waits for cached blocks, before its room is asked for."""
     decode: Chunk = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,7 +64,7 @@ class Lane:
     step: int = -1
     """The lane's own count of steps."""
     is_planned: bool = False
-    """Its next step is planned, and has not begun."""
+    """True if its next step is planned, and has not begun."""
     running: dict[int, RunningSequence] = field(default_factory=dict)
     """Running sequences by id, in order of their start."""
     reserved_tokens: Counter[HolderId] = field(default_factory=Counter)
@@ -123,26 +120,6 @@ class Lane:
         self.prolong(run, replace(run.projected, start=run.projected.start + steps))
 
 
-class Parked:
-    """Sequences that run no more, and keep what they have reserved."""
-
-    def __init__(self, ledger: BlockLedger) -> None:
-        self._ledger = ledger
-        self.runs: dict[int, RunningSequence] = {}  # by sequence id
-
-    def park(self, lanes: Iterable[Lane], sequence: Sequence) -> None:
-        lane = next(lane for lane in lanes if sequence.sequence_id in lane.running)
-        run = self.runs[sequence.sequence_id] = lane.running[sequence.sequence_id]
-        lane.leave(run, at=lane.step + 1)
-
-    def end(self, sequence: Sequence) -> bool:
-        """Free what a parked sequence has reserved. Return False if it is not parked."""
-        run = self.runs.pop(sequence.sequence_id, None)
-        if run is not None:
-            self._ledger.release(run.residence, sequence)
-        return run is not None
-
-
 def loads(residence: Residence, projected: MicroBatch) -> list[tuple[HolderId, MicroBatch]]:
     """Return the holder and the load of each part of a sequence."""
     if len(residence.parts) == 1:
@@ -159,31 +136,3 @@ def arrival(run: RunningSequence) -> int:
 def cached_at_end(sequence: Sequence, num_generated: int) -> int:
     """Count the tokens that a sequence has cached at its end. The last one never is."""
     return sequence.num_prompt_tokens + num_generated - 1
-
-
-@dataclass(frozen=True)
-class LaneShares:
-    """How lanes share the places for sequences.
-
-    Args:
-        max_num_sequences: most sequences that run at once.
-        are_even: every lane gets its share. Otherwise the first lane that finds room gets all.
-    """
-
-    max_num_sequences: int
-    are_even: bool
-
-    def num_free(self, lane: Lane, lanes: Seq[Lane], num_waiting: int, num_ending: int) -> int:
-        """Count the sequences for which there will be a place in one of the lanes.
-
-        Args:
-            num_waiting: sequences that wait for a place in any.
-            num_ending: sequences that leave their places.
-        """
-        num_running = sum(len(each.running) for each in lanes)
-        most = min(num_waiting, self.max_num_sequences - num_running + num_ending)
-        if self.are_even:  # some lane always has less than its share: no sequence waits for ever
-            lane_size = -(-self.max_num_sequences // len(lanes))
-            share = min(lane_size, -(-(num_running + num_waiting) // len(lanes)))
-            most = min(most, share - len(lane.running) + num_ending)
-        return max(0, most)

@@ -11,14 +11,11 @@ Order = Callable[[Sequence], tuple[int, ...]]
 
 
 class WaitingQueue:
-    """In the order in which they start: sequences that have run before, then
-    the new ones.
-
-    Arriving, leaving and looking for a sequence compare it with O(log n) others.
+    """Waiting sequences in the order in which they start: those that have run before, then the new
+    ones. To arrive, leave and look for a sequence takes O(log n) comparisons.
 
     Args:
-        order: the least starts first, among those that have run and among the
-            new; unique, and constant while a sequence waits. See ``Admission``.
+        order: unique key of a sequence, constant while it waits. See ``Admission.order``.
     """
 
     def __init__(self, order: Order) -> None:
@@ -36,16 +33,16 @@ class WaitingQueue:
 
     @property
     def head(self) -> Sequence:
-        """The sequence that starts next."""
+        """Return the sequence that starts next."""
         return self._interrupted[0] if self._interrupted else self._new[0]
 
     @property
     def has_head_run(self) -> bool:
-        """Whether the head has run before."""
+        """True if the head has run before."""
         return bool(self._interrupted)
 
     def arrive(self, sequences: Iterable[Sequence]) -> None:
-        """New sequences join the queue."""
+        """Queue new sequences."""
         for sequence in sequences:
             if self._new and self._order(sequence) < self._order(self._new[-1]):
                 insort(self._new, sequence, key=self._order)
@@ -53,19 +50,15 @@ class WaitingQueue:
                 self._new.append(sequence)
 
     def come_back(self, sequence: Sequence) -> None:
-        """A sequence that has run waits again, at its old place."""
+        """Queue a sequence that has run at its old place."""
         insort(self._interrupted, sequence, key=self._order)
 
     def pop(self) -> None:
-        """The head starts."""
+        """Remove the head, which starts."""
         del (self._interrupted or self._new)[0]
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence of the queue is over.
-
-        Raises:
-            ValueError: it doesn't wait.
-        """
+        """Remove a sequence. Raises: ValueError: If it does not wait."""
         for queue in (self._interrupted, self._new):
             place = bisect_left(queue, self._order(sequence), key=self._order)
             if place < len(queue) and queue[place] is sequence:
@@ -74,7 +67,6 @@ class WaitingQueue:
         raise ValueError(f"sequence {sequence.sequence_id} doesn't wait")
 
     def check_invariants(self) -> None:
-        """Every sequence is in order, once."""
         for queue in (self._interrupted, self._new):
             places = [self._order(sequence) for sequence in queue]
             assert places == sorted(set(places)), "the queue is out of order"

@@ -1,187 +1,222 @@
-"""Blocks that outlive their sequences, by key. Bookkeeping only.
+"""Blocks that outlive their sequences, by key, and the jobs that move them. Bookkeeping only.
 
-The cache refers to each of its blocks as a sequence does that never appends: a
-block that it has is neither free nor written, whoever else refers to it.
+The cache refers to each of its blocks as a sequence does that never appends. So a cached block is
+neither freed nor written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
+from fastdecode.wire.blocks import MOST_MOVED, Fetch, Retain
 from rworker.blocks.block_pool import BlockPool, Blocks
+from rworker.checks import checked_keys
+from rworker.tiers.tier import MoveJob
+
+
+@dataclass(eq=False, slots=True)
+class _Cached:
+    block: int
+    num_tokens: int
+    job: MoveJob | None = None
+    """The job that moves it."""
+    is_void: bool = False
+    """True if its K and V have not arrived, or never will."""
 
 
 class CachedBlocks:
-    """The kept blocks of one cache. Every method that raises changes nothing.
+    """The cached blocks of one cache. Every method that raises changes nothing.
 
     Args:
-        pool: counts who refers to them.
+        pool: counts the references to blocks.
+        block_size: tokens of a full block.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._block_of: dict[bytes, int] = {}
-        self._kept: set[int] = set()
-        self._moving: set[bytes] = set()
-        self._void: set[bytes] = set()  # of those that aren't there yet, or never will be
-        self._leaving: dict[bytes, int] = {}  # forgotten, once they have been moved
-        self.tails: Final[dict[bytes, int]] = {}
-        """Tokens of those blocks that are not full."""
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self._pool, self._block_size = pool, block_size
+        self._cached: dict[bytes, _Cached] = {}
+        self._held: set[int] = set()  # their blocks, and forgotten ones that a job still moves
+        self.jobs: Final[dict[int, MoveJob]] = {}
+        """Jobs that are not over, by number."""
 
     def __len__(self) -> int:
-        return len(self._block_of) + len(self._leaving)
+        return len(self._held)
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._block_of
+        return key in self._cached
 
     def __iter__(self) -> Iterator[bytes]:
-        """Their keys."""
-        return iter(self._block_of)
-
-    def is_there(self, key: bytes) -> bool:
-        """Whether a block is kept by this key, and has its K and V."""
-        return key in self._block_of and key not in self._void
-
-    def num_tokens(self, key: bytes, block_size: int) -> int:
-        """Return the tokens of a block whose K and V are here, else 0."""
-        return self.tails.get(key, block_size) if self.is_there(key) else 0
-
-    def is_coming(self, key: bytes) -> bool:
-        """Whether a block's K and V are on their way from the lower tier."""
-        return key in self._void and key in self._moving
+        return iter(self._cached)
 
     @property
     def blocks(self) -> NDArray[np.int64]:
-        """All of them."""
-        return np.fromiter(self._kept, np.int64, len(self._kept))
+        """All blocks to which the cache refers."""
+        return np.fromiter(self._held, np.int64, len(self._held))
+
+    def num_tokens(self, key: bytes) -> int:
+        """Return the tokens of a block whose K and V are here, else 0."""
+        cached = self._cached.get(key)
+        return 0 if cached is None or cached.is_void else cached.num_tokens
+
+    def is_there(self, key: bytes) -> bool:
+        """Return True if a block has this key, and its K and V are here."""
+        return self.num_tokens(key) > 0
+
+    def is_coming(self, key: bytes) -> bool:
+        """Return True if a job fetches the block with this key."""
+        cached = self._cached.get(key)
+        return cached is not None and cached.is_void and cached.job is not None
 
     def key_of(self) -> dict[int, bytes]:
-        """The key of each block whose K and V are there."""
-        return {block: key for key, block in self._block_of.items() if key not in self._void}
+        """Return the key of each block whose K and V are here."""
+        return {cached.block: key for key, cached in self._cached.items() if not cached.is_void}
 
     def of_keys(self, keys: Iterable[bytes]) -> Blocks:
-        """The blocks of these keys, [N]. They may be on their way, or have been
-        in vain: whoever asked for them may not have heard of that yet, and is
-        told before the answer to what it asks now.
+        """Return the blocks with these keys, [N]. They may still be fetched, or have failed: the
+        peer that asks gets the report of that before its answer.
 
         Raises:
-            ProtocolError: one isn't kept.
+            ProtocolError: If no block has one of the keys.
         """
         try:
-            return np.array([self._block_of[key] for key in keys], np.int32)
+            return np.array([self._cached[key].block for key in keys], np.int32)
         except KeyError as error:
             raise ProtocolError(f"no block is kept by the key {error.args[0].hex()}") from None
 
-    def keep(self, keys: list[bytes], blocks: Blocks) -> None:
-        """Keep full blocks of one sequence.
-
-        Args:
-            blocks: [N], one for each key, each once.
+    def keep(self, keys: Sequence[bytes], blocks: Blocks) -> None:
+        """Cache full blocks of one sequence, [N], each once.
 
         Raises:
-            ProtocolError: a key is used already, or given twice; or a block is
-                kept already.
+            ProtocolError: If a key is in use, or given twice; or a block is cached already.
         """
-        self._name(keys, blocks)
+        self._add(keys, blocks)
         self._pool.share(blocks, had_tail=False, has_tail=False)
 
     def adopt(self, key: bytes, block: Blocks, num_tokens: int) -> None:
-        """Keep a block, [1], which is not full, in the place of a sequence that refers to it.
+        """Cache a block, [1], which is not full, in place of a sequence that refers to it.
 
         Raises:
-            ProtocolError: as ``keep``.
+            ProtocolError: As ``keep``.
         """
-        self._name([key], block)
-        self.tails[key] = num_tokens
+        self._add([key], block)
+        self._cached[key].num_tokens = num_tokens
 
-    def _name(self, keys: list[bytes], blocks: Blocks) -> None:
-        ids: list[int] = blocks.tolist()
-        if len(set(keys)) < len(keys) or not self._block_of.keys().isdisjoint(keys):
-            raise ProtocolError("a key of the blocks to keep is another block's")
-        if not self._kept.isdisjoint(ids):
-            raise ProtocolError("one of the blocks to keep is kept by another key")
-        self._block_of.update(zip(keys, ids, strict=True))
-        self._kept.update(ids)
-
-    def forget(self, keys: list[bytes]) -> None:
-        """Keep these blocks no more.
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Cache these blocks no longer.
 
         Raises:
-            ProtocolError: one isn't kept, is named twice, or is on its way.
+            ProtocolError: If one is not cached, is named twice, or is moved.
         """
         blocks = self.of_keys(keys)
         if len(set(keys)) < len(keys):
             raise ProtocolError("a block is to be forgotten twice")
-        if not self._moving.isdisjoint(keys):
+        if any(self._cached[key].job is not None for key in keys):
             raise ProtocolError("a block is to be forgotten that is on its way")
-        self._void.difference_update(keys)
-        self._pool.leave(blocks, has_tail=False)
         for key in keys:
-            del self._block_of[key]
-            self.tails.pop(key, None)
-        self._kept.difference_update(blocks.tolist())
+            del self._cached[key]
+        self._free(blocks)
 
     def abandon(self, keys: Iterable[bytes]) -> None:
-        """Keep these blocks, all of which are kept, no more; what is on its way takes
-        up memory until it has been moved."""
-        keys = list(keys)
-        self._leaving.update((key, self._block_of.pop(key)) for key in keys if key in self._moving)
-        self.forget([key for key in keys if key not in self._moving])
+        """Cache these blocks, each of which is cached, no longer. One that is moved takes up
+        memory until its job ends."""
+        idle = []
+        for key in keys:
+            if self._cached[key].job is None:
+                idle.append(key)
+            else:
+                del self._cached[key]
+        self.forget(idle)
 
-    def begin_store(self, keys: list[bytes]) -> Blocks:
-        """These blocks, [N], are about to be copied down.
+    def begin(self, message: Retain | Fetch) -> MoveJob:
+        """Begin the job that a message asks for. The blocks of a fetch are taken, and have their
+        keys, at once.
 
         Raises:
-            ProtocolError: one isn't there, is named twice, or is on its way.
+            ProtocolError: If the job's number is in use, a block to store is not here, a block to
+                fetch is here, or there is no room for it.
         """
+        number, keys = message.job, tuple(checked_keys(message.keys))
+        if number in self.jobs or not 1 <= len(keys) <= MOST_MOVED:
+            raise ProtocolError(f"job {number} of {len(keys)} blocks: its number or size is wrong")
+        if isinstance(message, Retain):
+            job = self._store(number, keys, message.num_tokens)
+        else:
+            job = self._fetch(number, keys, message.tail_tokens)
+        self.jobs[number] = job
+        for key in keys:
+            self._cached[key].job = job
+        return job
+
+    def _store(self, number: int, keys: tuple[bytes, ...], ends: NDArray[np.int32]) -> MoveJob:
         blocks = self.of_keys(keys)
-        if not self._void.isdisjoint(keys):
+        if (ends < 1).any():
+            raise ProtocolError("num_tokens of blocks to be stored must be at least 1")
+        if not all(map(self.is_there, keys)):
             raise ProtocolError("the block to copy down is missing")
-        self._begin_move(keys)
-        return blocks
+        if len(set(keys)) < len(keys) or any(self._cached[key].job is not None for key in keys):
+            raise ProtocolError("a block is to be moved twice at a time")
+        return MoveJob(number, False, keys, tuple(blocks.tolist()), tuple(ends.tolist()))
 
-    def begin_fetch(self, keys: list[bytes]) -> Blocks:
-        """Room for blocks that come by these keys: [N].
-
-        Raises:
-            ProtocolError: a key is used already, or named twice; or there is no
-                room.
-        """
-        if not self._block_of.keys().isdisjoint(keys):
-            raise ProtocolError("a block is to be fetched that is there")
+    def _fetch(self, number: int, keys: tuple[bytes, ...], tail_tokens: int) -> MoveJob:
+        if tail_tokens >= self._block_size:
+            raise ProtocolError(f"tail_tokens={tail_tokens} fill a block")
+        if len(set(keys)) < len(keys) or not self._cached.keys().isdisjoint(keys):
+            raise ProtocolError("a block is to be fetched that is cached already, or twice")
         if len(keys) > self._pool.num_available:
             raise ProtocolError(
                 f"{len(keys)} blocks are to be fetched, and {self._pool.num_available} are free"
             )
-        self._begin_move(keys)
-        self._void.update(keys)
         self._pool.num_promised += len(keys)
         blocks = self._pool.take(len(keys))
-        self._name(keys, blocks)
-        return blocks
+        self._add(keys, blocks)
+        for key in keys:
+            self._cached[key].is_void = True
+        self._cached[keys[-1]].num_tokens = tail_tokens or self._block_size
+        return MoveJob(number, True, keys, tuple(blocks.tolist()))
 
-    def end_move(self, keys: Iterable[bytes], failed: Iterable[bytes]) -> None:
-        """These blocks aren't on their way any more; ``failed``: those that
-        were to come, and didn't."""
-        left = [key for key in keys if key in self._leaving]
-        self._moving.difference_update(keys)
-        self._void.difference_update(set(keys).difference(failed), left)
-        if left:
-            blocks = np.array([self._leaving.pop(key) for key in left], np.int32)
-            self._pool.leave(blocks, has_tail=False)
-            self._kept.difference_update(blocks.tolist())
+    def end(self, number: int, failed: Collection[int] = ()) -> None:
+        """End a job. ``failed``: places of its blocks that were not moved."""
+        job = self.jobs.pop(number)
+        forgotten = []
+        for place, (key, block) in enumerate(zip(job.keys, job.blocks, strict=True)):
+            cached = self._cached.get(key)
+            if cached is None or cached.job is not job:
+                forgotten.append(block)
+                continue
+            cached.job = None
+            cached.is_void = job.is_fetch and place in failed
+        self._free(np.array(forgotten, np.int32))
 
-    def _begin_move(self, keys: list[bytes]) -> None:
-        if len(set(keys)) < len(keys) or not self._moving.isdisjoint(keys):
-            raise ProtocolError("a block is to be moved twice at a time")
-        self._moving.update(keys)
+    def give_up(self) -> None:
+        """End all jobs. Nothing that they fetch has arrived."""
+        for number, job in list(self.jobs.items()):
+            self.end(number, range(len(job.keys)))
 
     def forget_all(self) -> None:
-        """Keep none any more."""
-        if self._block_of:
-            self.forget(list(self._block_of))
+        self.forget(list(self._cached))
+
+    def fetching(self, blocks: NDArray[np.int64]) -> list[MoveJob]:
+        """Return the jobs that fetch any of these blocks."""
+        fetches = (job for job in self.jobs.values() if job.is_fetch)
+        return [job for job in fetches if np.isin(job.blocks, blocks).any()]
+
+    def _add(self, keys: Sequence[bytes], blocks: Blocks) -> None:
+        ids: list[int] = blocks.tolist()
+        if len(set(keys)) < len(keys) or not self._cached.keys().isdisjoint(keys):
+            raise ProtocolError("a key of the blocks to keep is another block's")
+        if not self._held.isdisjoint(ids):
+            raise ProtocolError("one of the blocks to keep is kept by another key")
+        for key, block in zip(keys, ids, strict=True):
+            self._cached[key] = _Cached(block, self._block_size)
+        self._held.update(ids)
+
+    def _free(self, blocks: Blocks) -> None:
+        if blocks.size:
+            self._pool.leave(blocks, has_tail=False)
+            self._held.difference_update(blocks.tolist())

@@ -58,7 +58,7 @@ class KVStore:
         self.max_sequences = max_sequences
         self.pool: Final = BlockPool(num_blocks)
         self.tables: Final = BlockTables(block_size)
-        self.cached: Final = CachedBlocks(self.pool)
+        self.cached: Final = CachedBlocks(self.pool, block_size)
 
     def __contains__(self, sequence_id: int) -> bool:
         return sequence_id in self.tables.row_of
@@ -275,7 +275,6 @@ class KVStore:
         growth = 0
         tables = self.tables
         refcount[self.cached.blocks] += 1
-        assert len(self.cached.blocks) == len(self.cached), "a block is kept twice"
         for row in tables.row_of.values():
             blocks = tables.of_row(row)
             length = int(tables.lengths[row])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -14,9 +13,8 @@ from fastdecode.core.holders import HolderId
 from fastdecode.wire.blocks import MOST_MOVED, Inventory, words_of
 from rworker.tiers.disk import Disk, open_slots
 from rworker.tiers.format import Entry, SlotShape
-from rworker.tiers.lower_tier import LowerTier
-from rworker.tiers.mover import CacheMemory, Mover
 from rworker.tiers.slots import SlotFile
+from rworker.tiers.tier import CacheMemory, DiskTier, Tier
 
 if TYPE_CHECKING:
     from rworker.instructions import OpenTier
@@ -32,48 +30,47 @@ class Tiers:
 
     Args:
         disk: where cached blocks may go. None if nowhere.
-        make_mover: makes the mover of a file and a cache.
+        make_tier: makes the tier of a file and a cache.
     """
 
     def __init__(
         self,
         disk: Disk | None = None,
-        make_mover: Callable[[SlotFile, CacheMemory], Mover] = Mover,
+        make_tier: Callable[[SlotFile, CacheMemory], DiskTier] = DiskTier,
     ) -> None:
         self._disk = disk
         self.directory: Final = None if disk is None else disk.directory
-        self._make_mover = make_mover
-        self._tiers: dict[HolderId, LowerTier] = {}
+        self._make_tier = make_tier
+        self._tiers: dict[HolderId, Tier] = {}
 
     def open(self, wanted: OpenTier, memory: CacheMemory) -> Iterator[Inventory]:
-        """Open a holder's tier, and report what it has. No slots if it can't be opened."""
+        """Open a holder's tier, and report what it has. No slots if there is none, or it can't be
+        opened."""
         self.close(wanted.holder)
-        if self._disk is None:
-            yield from _pages(wanted.holder, 0, [])
-            return
-        try:
+        slots = None
+        if self._disk is not None:
             shape = SlotShape(wanted.identity, memory.num_layers, memory.layer_bytes)
-            slots = open_slots(self._disk.directory, shape, self._disk.num_bytes)
-        except FastDecodeError as error:
-            logger.warning("no KV blocks are kept on disk: %s", error.message)
-            yield from _pages(wanted.holder, 0, [])
-            return
+            try:
+                slots = open_slots(self._disk.directory, shape, self._disk.num_bytes)
+            except FastDecodeError as error:
+                logger.warning("no KV blocks are kept on disk: %s", error.message)
+        if slots is None:
+            return _pages(wanted.holder, 0, ())
         logger.info(
             "%s: room for %d KV blocks, %d there; %s", slots.path, slots.num_slots, len(slots),
             "direct" if slots.is_direct else "through the page cache",
         )  # fmt: skip
-        yield from self.use(
-            wanted.holder, self._make_mover(slots, memory), slots.num_slots, slots.entries
-        )
+        entries = slots.entries
+        return self.use(wanted.holder, self._make_tier(slots, memory), slots.num_slots, entries)
 
     def use(
-        self, holder: HolderId, tier: LowerTier, num_slots: int, entries: Sequence[Entry] = ()
+        self, holder: HolderId, tier: Tier, num_slots: int, entries: Sequence[Entry] = ()
     ) -> Iterator[Inventory]:
         """Use a tier for a holder, and report what it has."""
         self._tiers[holder] = tier
         return _pages(holder, num_slots, entries)
 
-    def of(self, holder: HolderId) -> LowerTier | None:
+    def of(self, holder: HolderId) -> Tier | None:
         return self._tiers.get(holder)
 
     def wait(self, timeout_s: float | None) -> None:
@@ -100,13 +97,8 @@ class Tiers:
 
 def _pages(holder: HolderId, num_slots: int, entries: Sequence[Entry]) -> Iterator[Inventory]:
     """Report a tier's blocks in messages of bounded size."""
-    rest = iter(entries)
-    page = list(islice(rest, MOST_MOVED))
-    while True:
-        following = list(islice(rest, MOST_MOVED))
+    for end in range(MOST_MOVED, max(len(entries), 1) + MOST_MOVED, MOST_MOVED):
+        page = entries[end - MOST_MOVED : end]
         num_tokens = np.array([entry.num_tokens for entry in page], np.int32)
         keys = words_of([entry.key for entry in page])
-        yield Inventory(holder, num_slots, keys, num_tokens, is_last=not following)
-        if not following:
-            return
-        page = following
+        yield Inventory(holder, num_slots, keys, num_tokens, is_last=end >= len(entries))

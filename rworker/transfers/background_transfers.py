@@ -26,8 +26,8 @@ from fastdecode.core.holders import HolderId
 from fastdecode.wire.blocks import ON_DISK, Done, Fetch, Progress, Replicated
 from rworker.instructions import DropStored, EndStep, Follow, LinkReplica, MoveBlocks
 from rworker.stream.memory import ChunkMemory
+from rworker.tiers.tier import Tier
 from rworker.tiers.tiers import POLL_S, Tiers
-from rworker.transfers.block_transfer import BlockTransfer
 from rworker.transfers.neighbours import Neighbours, NoNeighbours, PeerLink
 from rworker.transfers.peer_fetch import PeerFetch
 from rworker.transfers.replica_file import ReplicaFiles, ReplicaSink
@@ -110,7 +110,7 @@ class BackgroundTransfers:
         self._num_ended = 0  # steps, since replicas had a unit
         self._fetches: dict[tuple[HolderId, int], PeerFetch] = {}
         self._links: dict[str, PeerLink] = {}  # that fetches share
-        self._moves: dict[tuple[HolderId, int], BlockTransfer] = {}
+        self._moves: dict[tuple[HolderId, int], tuple[MoveBlocks, Tier]] = {}
         self._throttle = Throttle(clock)
         self.is_used = False
         """True if anything was ever asked of it."""
@@ -160,11 +160,12 @@ class BackgroundTransfers:
                     self._num_ended += 1
             case MoveBlocks(message=Fetch(source=(_, *_)) as message):
                 self._fetch(instruction, message)
-            case MoveBlocks(holder=holder, move=move):
-                one = BlockTransfer(instruction, self._memory.tiers.of(holder))
-                self._moves[holder, move.number] = one
-                if not one.begin():
-                    self._end(self._moves, (holder, move.number), "there is no lower tier")
+            case MoveBlocks(to, holder, move=job):
+                if (tier := self._memory.tiers.of(holder)) is None:
+                    self._tell(to, instruction.end(reason="there is no lower tier"))
+                    return
+                self._moves[holder, job.number] = instruction, tier
+                tier.begin(job)
             case DropStored(holder, keys):
                 if (tier := self._memory.tiers.of(holder)) is not None:
                     tier.drop(keys)
@@ -175,8 +176,16 @@ class BackgroundTransfers:
             self._throttle.attended()
 
     def report_moves(self) -> None:
-        """Report how far cached blocks have come."""
-        self._advance_all(self._moves)
+        """Report how far cached blocks have come that move between a cache and its tier."""
+        for key, (order, tier) in list(self._moves.items()):
+            job, num_before = order.move, order.move.num_told
+            num_there = tier.progress(job)
+            if num_there == tier.num_layers:
+                del self._moves[key]
+                num_bytes = (len(job.keys) - len(job.failed)) * tier.stored_bytes
+                self._tell(order.to, order.end(num_bytes, job.seconds, tier.take_faults()))
+            elif job.num_told > num_before:
+                self._tell(order.to, Progress(*key, num_there, tier.num_layers, job.seconds))
 
     def work(self) -> None:
         """Do a unit of each transfer."""
@@ -199,7 +208,7 @@ class BackgroundTransfers:
         self._numbers.pop(holder, None)
         _close(self._replicas, [holder])
         _close(self._fetches, [key for key in self._fetches if key[0] == holder])
-        _close(self._moves, [key for key in self._moves if key[0] == holder])
+        self._moves = {key: move for key, move in self._moves.items() if key[0] != holder}
         self._memory.tiers.close(holder)
 
     def give_up(self, reason: str) -> None:
@@ -215,7 +224,7 @@ class BackgroundTransfers:
         """End all transfers, without a report."""
         _close(self._replicas, list(self._replicas))
         _close(self._fetches, list(self._fetches))
-        _close(self._moves, list(self._moves))
+        self._moves.clear()
         self._close_links()
         self._memory.tiers.close_all()
 

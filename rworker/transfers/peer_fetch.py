@@ -120,15 +120,11 @@ class PeerFetch:
         return ()
 
     def end(self, reason: str) -> Done:
-        job = self._order.move
-        failed = set(range(len(job.keys))) if reason else job.failed
-        if failed:
-            logger.info("%d blocks are not fetched: %s", len(failed), reason or "they are gone")
-        self._order.books.moving.end(job.number, failed)
-        missing = words_of([job.keys[place] for place in sorted(failed)])
         seconds = max(0.0, self._clock() - self._began_s)
-        at = self._order.holder, job.number
-        return Done(*at, missing, self._num_bytes, seconds, reason=reason)
+        done = self._order.end(self._num_bytes, seconds, reason=reason)
+        if num_missing := len(done.missing):
+            logger.info("%d blocks are not fetched: %s", num_missing, reason or "they are gone")
+        return done
 
     def close(self) -> None:
         """Take no more answers. Other jobs use the links, too."""

@@ -27,8 +27,7 @@ if __name__ == "__main__":
 from rworker.tiers import slots  # noqa: E402
 from rworker.tiers.disk import open_slots  # noqa: E402
 from rworker.tiers.format import PAGE_BYTES, SlotShape  # noqa: E402
-from rworker.tiers.lower_tier import MoveJob  # noqa: E402
-from rworker.tiers.mover import Mover  # noqa: E402
+from rworker.tiers.tier import ArrayMemory, DiskTier, MoveJob  # noqa: E402
 
 WRITES_A_BLOCK = 3  # its entry is cleared, its layers are written, its entry is written
 SHAPE = SlotShape("ab" * 32, num_layers=5, layer_bytes=3000)
@@ -78,26 +77,26 @@ def block_of(key: bytes) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
 
 
-def run_job(mover: Mover, job: MoveJob) -> set[int]:
+def run_job(tier: DiskTier, job: MoveJob) -> set[int]:
     """Which of its blocks have failed."""
-    mover.begin(job)
-    while mover.progress(job) < mover.num_layers:
-        mover.wait(WAIT_S)
+    tier.begin(job)
+    while tier.progress(job) < tier.num_layers:
+        tier.wait(WAIT_S)
     return job.failed
 
 
 def store_for_ever(directory: Path, seed: int) -> None:
     """Fill slots, drop some, fill them again."""
     chance, pool = random.Random(seed), np.empty((SHAPE.num_layers, NUM_BLOCKS, 3000), np.uint8)
-    mover = Mover(open_slots(directory, SHAPE, QUOTA), pool)
+    tier = DiskTier(open_slots(directory, SHAPE, QUOTA), ArrayMemory(pool))
     for number in itertools.count():
         keys = tuple(chance.getrandbits(96).to_bytes(16, "little") for _ in range(NUM_BLOCKS))
         for place, key in enumerate(keys):
             pool[:, place] = block_of(key)
-        there = [entry.key for entry in mover.slots.entries]
+        there = [entry.key for entry in tier.slots.entries]
         for key in chance.sample(there, max(0, len(there) + NUM_BLOCKS - NUM_SLOTS)):
-            mover.slots.drop(key)
-        run_job(mover, MoveJob(number, False, keys, tuple(range(NUM_BLOCKS)), (64,) * NUM_BLOCKS))
+            tier.slots.drop(key)
+        run_job(tier, MoveJob(number, False, keys, tuple(range(NUM_BLOCKS)), (64,) * NUM_BLOCKS))
 
 
 def look(directory: Path, counts: Counter[str]) -> None:
@@ -105,9 +104,9 @@ def look(directory: Path, counts: Counter[str]) -> None:
     opened = open_slots(directory, SHAPE, QUOTA)
     keys = tuple(entry.key for entry in opened.entries)
     pool = np.zeros((SHAPE.num_layers, max(1, len(keys)), SHAPE.layer_bytes), np.uint8)
-    mover = Mover(opened, pool)
-    failed = run_job(mover, MoveJob(0, True, keys, tuple(range(len(keys))))) if keys else set()
-    mover.close()
+    tier = DiskTier(opened, ArrayMemory(pool))
+    failed = run_job(tier, MoveJob(0, True, keys, tuple(range(len(keys))))) if keys else set()
+    tier.close()
     counts["missed"] += len(failed)
     for place, key in enumerate(keys):
         if place not in failed:
@@ -116,7 +115,7 @@ def look(directory: Path, counts: Counter[str]) -> None:
 
 
 def kills(number: int, chance: random.Random) -> Counter[str]:
-    """R-workers' movers that are killed in the middle of a random write."""
+    """R-workers' tiers that are killed in the middle of a random write."""
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="fd") as place:
         directory = Path(place) / "kept"
@@ -141,10 +140,10 @@ def flips(number: int, chance: random.Random) -> Counter[str]:
         directory = Path(place) / "kept"
         keys = tuple(n.to_bytes(16, "little") for n in range(NUM_BLOCKS))
         pool = np.stack([block_of(key) for key in keys], 1)
-        mover = Mover(open_slots(directory, SHAPE, QUOTA), pool)
-        run_job(mover, MoveJob(0, False, keys, tuple(range(NUM_BLOCKS)), (64,) * NUM_BLOCKS))
-        mover.close()
-        path = mover.slots.path
+        tier = DiskTier(open_slots(directory, SHAPE, QUOTA), ArrayMemory(pool))
+        run_job(tier, MoveJob(0, False, keys, tuple(range(NUM_BLOCKS)), (64,) * NUM_BLOCKS))
+        tier.close()
+        path = tier.slots.path
         whole, head = path.read_bytes(), SHAPE.data_start(NUM_SLOTS)
         for _ in range(number):
             at = chance.randrange(head if chance.random() < 0.5 else len(whole))

@@ -11,8 +11,7 @@ import pytest
 from fastdecode.cli.main import main
 from rworker.tiers.disk import open_slots
 from rworker.tiers.format import SlotShape
-from rworker.tiers.lower_tier import MoveJob
-from rworker.tiers.mover import Mover
+from rworker.tiers.tier import ArrayMemory, DiskTier, MoveJob
 
 SHAPE = SlotShape("ab" * 32, num_layers=2, layer_bytes=3000)
 
@@ -21,12 +20,12 @@ SHAPE = SlotShape("ab" * 32, num_layers=2, layer_bytes=3000)
 def kept(tmp_path: Path) -> Path:
     """A directory with a file of three blocks."""
     pool = np.random.default_rng(1).integers(0, 256, (2, 3, 3000), np.uint8)
-    mover = Mover(open_slots(tmp_path / "kept", SHAPE, SHAPE.file_bytes(5)), pool)
+    tier = DiskTier(open_slots(tmp_path / "kept", SHAPE, SHAPE.file_bytes(5)), ArrayMemory(pool))
     keys = tuple(number.to_bytes(16, "little") for number in range(3))
-    mover.begin(job := MoveJob(0, False, keys, (0, 1, 2), (64, 128, 192)))
-    mover.wait(30.0)
-    assert mover.progress(job) == mover.num_layers and not job.failed
-    mover.close()
+    tier.begin(job := MoveJob(0, False, keys, (0, 1, 2), (64, 128, 192)))
+    tier.wait(30.0)
+    assert tier.progress(job) == tier.num_layers and not job.failed
+    tier.close()
     return tmp_path / "kept"
 
 

@@ -34,7 +34,7 @@ from fastdecode.wire.messages import Close
 from rworker.inline import WORKER
 from rworker.instructions import MoveBlocks, PlaceChunk, ReadChunk
 from rworker.stream.chunks import ChunkShape
-from rworker.tiers.lower_tier import LowerTier, MoveJob
+from rworker.tiers.tier import MoveJob, Tier
 from rworker.transfers.background_transfers import BackgroundTransfers
 from rworker.transfers.neighbours import ThreadNeighbours
 
@@ -87,7 +87,7 @@ def test_who_closes_ends_what_others_fetch_from_it() -> None:
         decode.poll()
 
 
-class StuckTier(LowerTier):
+class StuckTier(Tier):
     """A tier whose jobs never end, and whose ``wait`` ends with the test."""
 
     num_layers, stored_bytes = KV.num_layers, 1

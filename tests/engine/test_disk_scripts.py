@@ -22,8 +22,8 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.sequence import CacheUse
 from rworker.attention import AttentionExecutor
 from rworker.tiers.disk import Disk
-from rworker.tiers.mover import Mover
 from rworker.tiers.slots import SlotFile
+from rworker.tiers.tier import CacheMemory, DiskTier
 from rworker.tiers.tiers import Tiers
 
 OPTIONS: dict[str, Any] = {
@@ -100,14 +100,14 @@ def pair(
     disk = Disk(tmp_path_factory.mktemp("disk"), 1_000_000)
     faults = Faults(random.Random(8))
 
-    def make_mover(slots: SlotFile, pool: NDArray[np.uint8]) -> Mover:
+    def make_tier(slots: SlotFile, memory: CacheMemory) -> DiskTier:
         slots.__class__ = FaultyFile
         assert isinstance(slots, FaultyFile)
         slots.faults = faults
-        return Mover(slots, pool, least_unit_bytes=1)
+        return DiskTier(slots, memory, least_unit_bytes=1)
 
     def executor() -> AttentionExecutor:
-        return AttentionExecutor(num_threads=1, tiers=Tiers(disk, make_mover))
+        return AttentionExecutor(num_threads=1, tiers=Tiers(disk, make_tier))
 
     little = {"kv_memory_gb": 0.0001, "swap_threshold": 0.7}
     on_disk = {"cache_disk": str(disk.directory), "cache_disk_gb": 0.001}

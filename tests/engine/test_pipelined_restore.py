@@ -26,8 +26,8 @@ from fastdecode.engine.setup import launch
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from rworker.attention import AttentionExecutor
 from rworker.tiers.disk import Disk
-from rworker.tiers.mover import Mover, Unit
 from rworker.tiers.slots import SlotFile
+from rworker.tiers.tier import CacheMemory, DiskTier, Unit
 from rworker.tiers.tiers import Tiers
 
 WAIT_S = 60.0
@@ -59,11 +59,11 @@ MORE_WAYS: list[tuple[dict[str, Any], float]] = [
 ]
 
 
-class AtTheLastMoment(Mover):
+class AtTheLastMoment(DiskTier):
     """Every layer but the first is on disk until a step waits for it. It all
     takes no time, so whoever starts joins."""
 
-    def __init__(self, fails: float, slots: SlotFile, pool: NDArray[np.uint8]) -> None:
+    def __init__(self, fails: float, slots: SlotFile, memory: CacheMemory) -> None:
         self._asked: dict[int, int] = {}  # by job: the last layer that a step waits for
         self._changed = threading.Condition()
         disk = held(slots)
@@ -71,7 +71,7 @@ class AtTheLastMoment(Mover):
         for layer in range(slots.shape.num_layers):
             disk.let(layer)
         super().__init__(
-            disk, pool, NUM_THREADS, clock=lambda: 0.0, least_unit_bytes=1, late_s=WAIT_S
+            disk, memory, NUM_THREADS, clock=lambda: 0.0, least_unit_bytes=1, late_s=WAIT_S
         )
 
     def wait_for_layer(self, numbers: Collection[int], layer: int) -> None:
@@ -125,10 +125,10 @@ def test_who_joins_early_says_the_same(
     """In the same steps as others, also where a later layer turns out to be
     damaged when the first were attended."""
     disk = Disk(tmp_path, 4_000_000)
-    make_mover = partial(AtTheLastMoment, fails)
+    make_tier = partial(AtTheLastMoment, fails)
 
     def attention() -> AttentionExecutor:
-        return AttentionExecutor(num_threads=1, tiers=Tiers(disk, make_mover))
+        return AttentionExecutor(num_threads=1, tiers=Tiers(disk, make_tier))
 
     give(monkeypatch, {"r0": attention, "r1": attention})
     with LLM(model, **{**OPTIONS, **way}, cache_disk=str(tmp_path)) as llm:

@@ -313,10 +313,7 @@ def test_no_fault_changes_a_token_or_leaves_anything_behind(
                     returned += len(trial.replicas.figures.returns)
                 trial.check()
         except AssertionError as error:
-            lives = trial.made.lifecycle.sequences
-            told = [line for i in lives.by_sequence for line in lives.story(i)]
-            story = "\n".join([f"seed {seed}: {error}", *trial.story, *told])
-            raise AssertionError(story) from error
+            raise AssertionError("\n".join([f"seed {seed}: {error}", *trial.story])) from error
     assert ended > number // 2
     if replicated and TRIES_ALL:  # every fifth trial comes to the one, every tenth to the other
         assert resumed and (returned or (heads and keeps))  # there, few do in 50

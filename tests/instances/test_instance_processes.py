@@ -324,6 +324,9 @@ def test_what_does_not_fit_together_is_refused_by_name(
     other = str(tiny_checkpoint("qwen2"))
     with pytest.raises(WorkerError, match="another model"):
         LLM(other, instances=addresses)
+    refused = pytest.raises(ConfigError, match="in blocks of 32, ")
+    with instances(model, "decode", options=("--block-size", "32")) as (larger,), refused:
+        LLM(model, instances=[*addresses, larger.address])
     with pytest.raises(ConfigError, match="max_model_len"):
         LLM(model, instances=addresses, max_model_len=64)
     with pytest.raises(ConfigError, match="kv_dtype='int8': the instances run with"):

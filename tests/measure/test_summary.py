@@ -50,8 +50,7 @@ def test_a_run_on_one_side_says_nothing_of_both() -> None:
 
 
 def test_what_went_wrong_with_lower_tiers_is_told_by_what_it_was() -> None:
-    counts = TierCounts(num_slots=9, num_stored=5, num_failed=3)
-    counts.count_faults(1, 2, 0, 0)
+    counts = TierCounts(num_slots=9, num_stored=5, num_failed=3, num_unread=1, num_damaged=2)
     (line,) = rendered(tiers=asdict(counts))
     assert line.endswith("; 3 could not be moved (1 could not be read, 2 were damaged)")
     (line,) = rendered(tiers=asdict(TierCounts(num_slots=9)))

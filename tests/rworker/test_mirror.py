@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from chunk_memory import ALL_KV, LENGTHS, Memory, assert_same
 from hypothesis import settings
@@ -17,8 +18,10 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.blocks import (
     ChunkForm,
+    Fetch,
     Forget,
     Name,
+    Retain,
     StoreChunk,
     TakenOver,
     keys_of,
@@ -175,12 +178,12 @@ def test_a_start_waits_for_blocks_from_the_lower_tier() -> None:
     cached = owner.books.store.cached
     mirror = Mirror(HolderId(0), owner.books, owner)
     sent(mirror)
-    cached.begin_fetch(KEYS[1:2])
+    cached.begin(Fetch(0, words_of(KEYS[1:2])))
     resumed = Open(7, 20, 2 * KV.block_size, words_of(KEYS[:2]))
     assert owner.books.reserve(resumed) == Accepted(7)
     mirror.follow(resumed)
     assert sent(mirror) == []
-    cached.end_move(KEYS[1:2], failed=[])
+    cached.end(0)
     messages = sent(mirror)
     assert keeps(messages) == {KEYS[1]} and isinstance(messages[-1], Open)
 
@@ -188,13 +191,13 @@ def test_a_start_waits_for_blocks_from_the_lower_tier() -> None:
 def test_a_block_that_nobody_names_at_a_takeover_is_free_once_it_has_moved() -> None:
     owner = kept(3)
     store = owner.books.store
-    store.cached.begin_store(KEYS[:1])
+    store.cached.begin(Retain(0, words_of(KEYS[:1]), np.ones(1, np.int32)))
     num_free = store.pool.num_free
     taken, changes = take_over(owner.books, {}, [KEYS[2], KEYS[4]])
     assert isinstance(taken, TakenOver) and taken.is_kept.tolist() == [1, 0]
     assert [keys_of(change.keys) for change in changes] == [[KEYS[0], KEYS[1]]]
     assert list(store.cached) == [KEYS[2]] and store.pool.num_free == num_free + 1
     store.check_invariants()
-    store.cached.end_move(KEYS[:1], failed=[])
+    store.cached.end(0)
     assert store.pool.num_free == num_free + 2
     store.check_invariants()

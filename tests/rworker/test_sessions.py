@@ -243,16 +243,16 @@ def test_blocks_were_on_their_way_to_disk_when_the_s_worker_was_lost(
     (cache,) = peers.state._caches
     if is_over:
         for job in (1, 2):
-            cache.books.moving.end(job, set())
+            cache.books.store.cached.end(job)
     if is_known:
-        assert peers.lose(FIRST) == (Unlink(HolderId(0)),) and not len(cache.books.moving)
+        assert peers.lose(FIRST) == (Unlink(HolderId(0)),) and not cache.books.store.cached.jobs
     unlink, welcome, *fence = peers.say(SECOND, RESUMING)
     assert unlink == Unlink(HolderId(0))
     assert isinstance(welcome.message, Welcome)
     assert bool(fence) != is_known
     assert peers.hold(SECOND, _9=40) == [20]
     (cache,) = peers.state._caches
-    assert not len(cache.books.store.cached) and not len(cache.books.moving)
+    assert not len(cache.books.store.cached) and not cache.books.store.cached.jobs
     peers.say(SECOND, Name(9, 0, KEY))
     peers.say(SECOND, Retain(1, KEY, np.array([KV.block_size], np.int32)))
 

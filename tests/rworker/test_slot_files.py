@@ -14,9 +14,8 @@ import pytest
 from fastdecode.core.errors import ConfigError
 from rworker.tiers.disk import disk_of, open_slots, read_slots, slot_files
 from rworker.tiers.format import SlotShape
-from rworker.tiers.lower_tier import MoveJob
-from rworker.tiers.mover import MOST_FAILURES, Mover
 from rworker.tiers.slots import SlotFile
+from rworker.tiers.tier import MOST_FAILURES, ArrayMemory, DiskTier, MoveJob
 
 SHAPE = SlotShape("ab" * 32, num_layers=3, layer_bytes=3000)
 NUM_BLOCKS = 12
@@ -34,31 +33,32 @@ def filled(seed: int = 1) -> np.ndarray:
     return rng.integers(0, 256, shape, np.uint8)
 
 
-def move(mover: Mover, number: int, blocks: list[int], *, fetch: bool = False) -> set[int]:
+def move(tier: DiskTier, number: int, blocks: list[int], *, fetch: bool = False) -> set[int]:
     """Blocks go down, or up, under keys of their numbers; which have failed."""
     keys = tuple(map(key_of, blocks))
     num_tokens = () if fetch else tuple(64 * (block + 1) for block in blocks)
-    mover.begin(job := MoveJob(number, fetch, keys, tuple(blocks), num_tokens))
-    while mover.progress(job) < mover.num_layers:
-        mover.wait(10.0)
+    tier.begin(job := MoveJob(number, fetch, keys, tuple(blocks), num_tokens))
+    while tier.progress(job) < tier.num_layers:
+        tier.wait(10.0)
     return job.failed
 
 
 def stored(directory: Path, blocks: list[int], pool: np.ndarray | None = None) -> Path:
-    """The file of a mover that has stored these, and ended."""
-    mover = Mover(open_slots(directory, SHAPE, QUOTA), filled() if pool is None else pool)
-    assert move(mover, 0, blocks) == set()
-    mover.close()
-    return mover.slots.path
+    """The file of a tier that has stored these, and ended."""
+    memory = ArrayMemory(filled() if pool is None else pool)
+    tier = DiskTier(open_slots(directory, SHAPE, QUOTA), memory)
+    assert move(tier, 0, blocks) == set()
+    tier.close()
+    return tier.slots.path
 
 
-def fetched(directory: Path, blocks: list[int]) -> tuple[np.ndarray, set[int], Mover]:
+def fetched(directory: Path, blocks: list[int]) -> tuple[np.ndarray, set[int], DiskTier]:
     """What an empty cache has of these afterwards, and which have failed."""
     pool = np.zeros_like(filled())
-    mover = Mover(open_slots(directory, SHAPE, QUOTA), pool)
-    failed = move(mover, 1, blocks, fetch=True)
-    mover.close()
-    return pool, failed, mover
+    tier = DiskTier(open_slots(directory, SHAPE, QUOTA), ArrayMemory(pool))
+    failed = move(tier, 1, blocks, fetch=True)
+    tier.close()
+    return pool, failed, tier
 
 
 def test_blocks_are_found_again_after_a_restart(tmp_path: Path) -> None:
@@ -78,23 +78,23 @@ def test_the_quota_holds_and_slots_are_used_again(tmp_path: Path) -> None:
     path = stored(tmp_path, list(range(8)))
     size = path.stat().st_size
     assert size == QUOTA and path.stat().st_blocks * 512 <= QUOTA + 4096
-    mover = Mover(open_slots(tmp_path, SHAPE, QUOTA), filled())
-    assert move(mover, 0, [8]) == {0}, "there is no ninth slot"
-    mover.slots.drop(key_of(2))
-    assert move(mover, 1, [8]) == set()
-    assert key_of(2) not in mover.slots and key_of(8) in mover.slots
-    assert move(mover, 2, [2], fetch=True) == {0}
-    mover.close()
+    tier = DiskTier(open_slots(tmp_path, SHAPE, QUOTA), ArrayMemory(filled()))
+    assert move(tier, 0, [8]) == {0}, "there is no ninth slot"
+    tier.slots.drop(key_of(2))
+    assert move(tier, 1, [8]) == set()
+    assert key_of(2) not in tier.slots and key_of(8) in tier.slots
+    assert move(tier, 2, [2], fetch=True) == {0}
+    tier.close()
     assert path.stat().st_size == size
 
 
 def test_what_was_given_up_or_replaced_isnt_found_after_a_restart(tmp_path: Path) -> None:
     """Nor is what turned out to be damaged, and what can't be read."""
     path = stored(tmp_path, [1, 2])
-    mover = Mover(open_slots(tmp_path, SHAPE, QUOTA), filled(seed=2))
-    assert move(mover, 0, [1]) == set(), "it is stored once more"
-    mover.drop([key_of(2)])
-    mover.close()
+    tier = DiskTier(open_slots(tmp_path, SHAPE, QUOTA), ArrayMemory(filled(seed=2)))
+    assert move(tier, 0, [1]) == set(), "it is stored once more"
+    tier.drop([key_of(2)])
+    tier.close()
     header = read_slots(path)
     os.close(header[0])
     ((slot, entry),) = header[2].items()
@@ -174,11 +174,11 @@ def test_a_file_of_another_size_begins_anew_and_says_what_would_keep_it(
 
 def test_a_file_that_shrinks_under_way_is_a_miss(tmp_path: Path) -> None:
     stored(tmp_path, [1, 2])
-    mover = Mover(open_slots(tmp_path, SHAPE, QUOTA), filled())
-    os.truncate(mover.slots.path, SHAPE.data_start(8))
-    assert move(mover, 1, [1, 2], fetch=True) == {0, 1}
-    assert mover.health.counts["unread"] >= 2 and len(mover.slots) == 0
-    mover.close()
+    tier = DiskTier(open_slots(tmp_path, SHAPE, QUOTA), ArrayMemory(filled()))
+    os.truncate(tier.slots.path, SHAPE.data_start(8))
+    assert move(tier, 1, [1, 2], fetch=True) == {0, 1}
+    assert tier.counts["unread"] >= 2 and len(tier.slots) == 0
+    tier.close()
 
 
 class FullDisk(SlotFile):
@@ -194,12 +194,12 @@ def test_a_disk_that_takes_nothing_is_asked_no_more(
     stored(tmp_path, [0])
     slots = open_slots(tmp_path, SHAPE, QUOTA)
     slots.__class__ = FullDisk
-    mover = Mover(slots, filled())
+    tier = DiskTier(slots, ArrayMemory(filled()))
     blocks = list(range(1, 12))
-    assert move(mover, 0, blocks) == set(range(11))
-    assert mover.health.counts["unwritten"] <= MOST_FAILURES + 2
-    assert move(mover, 1, [0], fetch=True) == set(), "what it has is read"
-    mover.close()
+    assert move(tier, 0, blocks) == set(range(11))
+    assert tier.counts["unwritten"] <= MOST_FAILURES + 2
+    assert move(tier, 1, [0], fetch=True) == set(), "what it has is read"
+    tier.close()
     assert sum("can't be written" in record.message for record in caplog.records) == 1
 
 
@@ -239,20 +239,20 @@ def test_reads_precede_writes(tmp_path: Path) -> None:
     """What is to be fetched doesn't wait for what is to be stored."""
     pool = filled()
     stored(tmp_path, [0, 1])
-    mover = Mover(open_slots(tmp_path, SHAPE, QUOTA), pool, num_threads=1)
+    tier = DiskTier(open_slots(tmp_path, SHAPE, QUOTA), ArrayMemory(pool), num_threads=1)
     jobs = (
         MoveJob(0, False, tuple(map(key_of, range(2, 8))), tuple(range(2, 8)), (64,) * 6),
         MoveJob(1, True, (key_of(0), key_of(1)), (8, 9)),
     )
     for job in jobs:
-        mover.begin(job)
+        tier.begin(job)
     for job in jobs:
-        while mover.progress(job) < mover.num_layers:
-            mover.wait(10.0)
+        while tier.progress(job) < tier.num_layers:
+            tier.wait(10.0)
     writes, reads = (job.asked_s + job.seconds for job in jobs)
     assert reads < writes
     assert (pool[:, [8, 9]] == pool[:, [0, 1]]).all()
-    mover.close()
+    tier.close()
 
 
 def test_a_header_that_lies_is_refused(tmp_path: Path) -> None:

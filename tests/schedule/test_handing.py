@@ -121,7 +121,7 @@ def test_of_several_sequences_one_is_kept(over: tuple[int, ...]) -> None:
     assert sum(isinstance(one, events.Finish) for one in told) == len(over)
     handed = [one for one in told if isinstance(one, events.HandOver)]
     assert len(handed) == (len(over) < 3)
-    assert len(life.scheduler.parked.runs) == len(handed)
+    assert len(life.scheduler.parked) == len(handed)
     if handed:
         assert isinstance(told[-1], events.HandOver), "when all have drawn"
         assert handed[0].num_tokens == 5

@@ -53,8 +53,7 @@ def test_a_life_from_submission_to_its_end() -> None:
         and finish.sequence.token_ids == [5, 5, 5, 7, 7]
     )
     assert close == closing(asked)
-    story = ["submitted, 3 tokens", "opening on 0", "running", "finished: length"]
-    assert life.sequences.story(0) == story  # type: ignore[arg-type]
+    assert life.sequences.state(0) is SequenceState.DONE  # type: ignore[arg-type]
 
 
 def test_a_refusal_beside_others_waits_even_if_they_have_ended_by_now() -> None:
@@ -115,7 +114,7 @@ def test_what_befalls_a_sequence_in_flight_is_carried_out_at_the_end_of_its_step
     assert life.sequences.is_on(HolderId(1)), "nobody may come in its place yet"
     assert tell(life, events.Cancelled("long")) == []
     assert end(life, run) == [closing(opened[0])]  # type: ignore[arg-type]
-    assert not life.sequences.is_on(HolderId(1)) and life.sequences.story(0)[-1] == "cancelled"  # type: ignore[arg-type]
+    assert not life.sequences.is_on(HolderId(1)) and not life.sequences.by_request
 
 
 def test_who_is_opened_while_its_holder_is_lost_starts_elsewhere() -> None:

@@ -19,7 +19,7 @@ from fastdecode.core.sequence import COMING, CacheUse, Request, SamplingParams, 
 from fastdecode.schedule.cache.chains import Chains
 from fastdecode.schedule.life.events import Drawn, StepDone
 from fastdecode.schedule.options import MODES
-from fastdecode.schedule.reserving.holder_choice import OwnHolders
+from fastdecode.schedule.reserving.starts import OwnHolders
 
 
 @settings(max_examples=examples(600, share=8), deadline=None)

@@ -156,7 +156,7 @@ class RunningCluster:
                 hub,
                 self.engine,
                 hello,
-                self.identity,
+                identity_of(self.welcomes[0]),
                 config.cluster.worker_timeout_s,
                 may_return=bool(config.instances.addresses),
             )
@@ -379,7 +379,7 @@ def _make_router(
         clients,
         spec,
         batch_tokens=min(room.batch_tokens for room in rooms),
-        block_size=max(room.block_size for room in rooms),
+        block_size=any_of_them.block_size,
     )
 
 
@@ -388,17 +388,17 @@ def _common(
 ) -> Identity:
     """Return what is the same of all instances. Raises ConfigError: If they don't fit together, or
     this process means something else."""
-    found = {number: identity_of(welcome) for number, welcome in welcomes.items()}
-    first = next(iter(found.values()))
-    if any(identity != first for identity in found.values()):
+    first, _ = identity_of(next(iter(welcomes.values())))
+    if len(set(map(identity_of, welcomes.values()))) > 1:
         told = "; ".join(
-            f"{welcomes[i].name}: {x.dtype.value}, KV {x.kv_dtype.value}, {x.max_model_len} tokens"
-            for i, x in found.items()
+            f"{x.name}: {x.dtype.value}, KV {x.kv_dtype.value} in blocks of {x.block_size}, "
+            f"{x.max_model_len} tokens"
+            for x in welcomes.values()
         )
         raise ConfigError(
             Given("instances"),
             f" name instances that can't go on with each other's requests ({told}): start them "
-            "with the same dtype, kv_dtype and max_model_len",
+            "with the same dtype, kv_dtype, block_size and max_model_len",
         )
     if first.max_model_len != wanted.max_model_len:
         raise ConfigError(

@@ -69,8 +69,10 @@ class Inbox(SimpleQueue[Callable[[], None]]):
         return super().get_nowait()
 
 
-def identity_of(welcome: InstanceWelcome) -> Identity:
-    return Identity(welcome.dtype, welcome.kv_dtype, welcome.max_model_len)
+def identity_of(welcome: InstanceWelcome) -> tuple[Identity, int]:
+    """Return what all instances have to share: their identity, and the tokens of a KV block."""
+    identity = Identity(welcome.dtype, welcome.kv_dtype, welcome.max_model_len)
+    return identity, welcome.block_size
 
 
 def welcome_of(line: InstanceLine, hello: InstanceHello, answer: FromInstance) -> InstanceWelcome:
@@ -176,7 +178,7 @@ class Registry:
     Args:
         hub: Its instances have been greeted.
         router: Its clients are in the order of the hub's connections.
-        identity: Of instances that may come back.
+        identity: ``identity_of`` instances that may come back.
         timeout_s: An instance that lives and says nothing for this long hangs.
         may_return: Lost instances are looked for at their addresses.
     """
@@ -186,7 +188,7 @@ class Registry:
         hub: InstanceHub,
         router: Router,
         hello: InstanceHello,
-        identity: Identity,
+        identity: tuple[Identity, int],
         timeout_s: float,
         *,
         may_return: bool,

@@ -33,7 +33,7 @@ from fastdecode.schedule.hybrid.forecast import Guess
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
-from fastdecode.schedule.reserving.holder_choice import OwnHolders
+from fastdecode.schedule.reserving.starts import OwnHolders
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.wire.codec import MAX_BODY_BYTES
 from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets, LaneGraphs

@@ -34,7 +34,7 @@ _CELL = 8  # elements of int4 that share 4 bytes in a stored row
 
 
 class DeviceMemory:
-    """A cache on a device as a ``rworker.tiers.mover.CacheMemory``. A layer's block is its K and V,
+    """A cache on a device as a ``rworker.tiers.tier.CacheMemory``. A layer's block is its K and V,
     then their scales, if any. Call the methods that move blocks in background threads only.
 
     Args:

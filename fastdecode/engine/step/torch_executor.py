@@ -38,7 +38,7 @@ from rworker.instructions import (
     ReadChunk,
 )
 from rworker.tiers.disk import Disk
-from rworker.tiers.lower_tier import LowerTier, MoveJob
+from rworker.tiers.tier import MoveJob, Tier
 from rworker.tiers.tiers import Tiers
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
@@ -142,12 +142,9 @@ class TorchExecutor:
     def open_tier(self, wanted: OpenTier) -> Iterable[Inventory]:
         """See ``RWorkerExecutor``: the host's memory, with nothing in it, or a file."""
         self.tiers.close(wanted.holder)
-        if not self._host_bytes:
-            # R-workers cannot read blocks that lie as tensors.
-            identity = tier_identity(f"{wanted.identity}/tensors")
-            return self.tiers.open(
-                replace(wanted, identity=identity), self._memory_of(wanted.holder)
-            )
+        if not self._host_bytes:  # R-workers cannot read blocks that lie as tensors
+            wanted = replace(wanted, identity=tier_identity(f"{wanted.identity}/tensors"))
+            return self.tiers.open(wanted, self._memory_of(wanted.holder))
         cache = self.caches[wanted.holder]
         tier = HostTier(cache, partial(self.memories.__getitem__, wanted.holder))
         return self.tiers.use(wanted.holder, tier, tier.num_slots)
@@ -164,7 +161,7 @@ class TorchExecutor:
         self._memory.pop(holder, None)
 
 
-class HostTier(LowerTier):
+class HostTier(Tier):
     """The lower tier in the host's memory. Nothing waits for a copy: a job is over as soon as
     its copies are queued (``sworker.host_blocks``).
 

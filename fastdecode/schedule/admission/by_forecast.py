@@ -1,22 +1,21 @@
 """Load stabilising where it pays (``--schedule auto``), and greedy starts elsewhere.
 
-Equal sequences that start together bring a load that ramps from their first
-lengths to their last, again and again. Steps then take max(S, R(load)), on
-average over the ramp; stabilized starts take max(S, R(mean load)), and one more
-generation of sequences to fill and to drain. So with n generations to come they
-are quicker by
+Equal sequences that start together bring a load that ramps from their first lengths to their last,
+again and again. Steps then take max(S, R(load)), on average over the ramp. Stabilized starts take
+max(S, R(mean load)), and one more generation of sequences to fill and to drain. So with n
+generations to come they are quicker by
 
     mean of max(S, R) over the ramp / max(S, R(mean load)) · n / (n + 1)
 
-Lengths that differ spread the starts by themselves: then nothing is gained, and
-a lane that isn't full loses (docs/design/scheduling.md has the figures).
+Lengths that differ spread the starts by themselves: then nothing is gained, and a lane that is not
+full loses (docs/design/scheduling.md has the figures).
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from fastdecode.schedule.admission.load_control import MicroBatch
@@ -27,21 +26,21 @@ from fastdecode.schedule.times import StepTime
 LEAST_GAIN = 1.03
 """Forecasts know no prompts and no link."""
 _POINTS = 16
-"""Of the ramp, that are looked at."""
+"""Points of the ramp."""
 _MOST_SPREAD = 0.02
-"""Of the mean number of steps: sequences that differ by more are not equal."""
+"""Share of the mean number of steps: sequences that differ by more are not equal."""
 
 
 def stabilizing_gain(
     times: StepTime, batch_size: int, capacity: Seq[int], lengths: tuple[float, float]
 ) -> float:
-    """The time of greedy steps over that of stabilized ones, for ever; NaN while
-    step times are unknown.
+    """Return the time of greedy steps over that of stabilized ones, without an end. NaN while step
+    times are unknown.
 
     Args:
         batch_size: sequences of a full lane, all equal.
-        capacity: tokens that each R-worker holds; loads are dealt out by it.
-        lengths: cached tokens of one at its first step and at its last.
+        capacity: tokens that each R-worker holds, by which loads are shared out.
+        lengths: cached tokens of a sequence at its first step and at its last.
     """
     s_part_s = times.s_part_s(batch_size)
     if math.isnan(s_part_s):
@@ -58,12 +57,12 @@ def stabilizing_gain(
 
 
 class ByForecast(Stabilized):
-    """As ``Stabilized`` while that is forecast to pay, else as ``Greedy``.
+    """As ``Stabilized`` while that is forecast to pay, else greedily.
 
     Args:
         capacity, batch_size, balance, headroom: see ``Stabilized``.
-        gain: ``stabilizing_gain`` for these first and last lengths.
-        num_lanes: that share what waits.
+        gain: ``stabilizing_gain`` for first and last lengths.
+        num_lanes: lanes that share the waiting sequences.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class ByForecast(Stabilized):
         self._num_full = batch_size * num_lanes
         self._started: deque[MicroBatch] = deque(maxlen=batch_size)
         self._as_projected: deque[bool] = deque(maxlen=batch_size)
-        """Of the sequences that ended last: whether each ended as projected."""
+        """True for each of the last sequences that ended as projected."""
         self.is_stabilizing = False
 
     def begin_step(self, step: int, num_running: int, num_startable: int, num_waiting: int) -> None:
@@ -115,7 +114,7 @@ class ByForecast(Stabilized):
         self._as_projected.append(at > batch.end)
 
     def _forecast(self, num_generations: float) -> float:
-        """How much quicker stabilized starts are; 0 where nothing says so."""
+        """Return how much quicker stabilized starts are. 0 if nothing says so."""
         are_equal = self._started and all(self._as_projected) and self._spread() <= _MOST_SPREAD
         if num_generations < 1 or not are_equal:
             return 0.0
@@ -123,15 +122,12 @@ class ByForecast(Stabilized):
         return 0.0 if math.isnan(found) else found * num_generations / (num_generations + 1)
 
     def _spread(self) -> float:
-        """By how much the started sequences' steps differ, over their mean."""
-        steps = list(self._steps())
+        """Return by how much the started sequences' steps differ, over their mean."""
+        steps = [batch.num_steps for batch in self._started]
         return (max(steps) - min(steps)) * len(steps) / sum(steps)
 
-    def _steps(self) -> Iterator[int]:
-        return (batch.num_steps for batch in self._started)
-
     def _mean_lengths(self) -> tuple[float, float]:
-        """Cached tokens at the first step and at the last."""
+        """Return the mean cached tokens at the first step and at the last."""
         num = len(self._started)
         return (
             sum(batch.first_length for batch in self._started) / num,

@@ -1,20 +1,18 @@
-"""Sequence-level load stabilising: when may the next micro-batch start?
+"""Sequence-level load stabilising: when the next micro-batch may start.
 
-The load W of the R-part is the number of cached tokens over all running
-sequences, and a running sequence adds one token a step. If B sequences start
-together, W climbs from B to B·S and the two parts of the system idle in turn;
-if the same sequences start in micro-batches spread over time, W stays near
-B·S/2 (FastDecode, arXiv 2403.11421, section "Sequence-level load-stabilizing
-schedule"). Two ways to spread them:
+The load W of the R-part is the number of cached tokens over all running sequences, and a running
+sequence adds one token per step. If B sequences start together, W climbs from B to B·S, and the two
+parts of the system idle in turn. If the same sequences start in micro-batches spread over time, W
+stays near B·S/2 (FastDecode, arXiv 2403.11421, section "Sequence-level load-stabilizing schedule").
+Two ways to spread them:
 
 ``FixedInterval``   M = B·F/S sequences every F steps; the load peaks at B·(S + F)/2.
 ``LoadControl``     as soon as the projected load, with the micro-batch on top, never exceeds W_lim.
 
-Steps are counted from 0 by whoever schedules. The sequences of a
-**micro-batch** that starts at step r are ``first_length`` tokens long at step
-r, one token longer at each step, and ``target_length`` at their last step, the
-micro-batch's **end**. The paper's start from nothing: first length 1, end r + S
-- 1. A cached prompt means more.
+The caller counts steps from 0. The sequences of a **micro-batch** that starts at step r are
+``first_length`` tokens long at step r, one token longer at each step, and ``target_length`` at
+their last step, the micro-batch's **end**. The paper's start from nothing: first length 1, end
+r + S - 1. A cached prompt means more.
 """
 
 from __future__ import annotations
@@ -32,21 +30,19 @@ _END = attrgetter("end")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences that start at the same step with the same number of tokens, and
-    are to reach the same length."""
+    """Sequences that start at one step with equally many tokens, and are to reach one length."""
 
     num_sequences: int
     target_length: int
-    """Tokens that one of them has cached at its last step."""
+    """Cached tokens of each at its last step."""
     start: int
     first_length: int = 1
-    """Tokens that one of them has cached at its first step."""
+    """Cached tokens of each at its first step."""
     skipped: int = 0
     most: int | None = None
-    """Of split sequences, only the part counts that begins after ``skipped``
-    tokens and holds ``most``."""
+    """Tokens of the part of split sequences that counts, which begins after ``skipped`` tokens.
+    None if they are whole."""
     end: int = field(init=False, compare=False)
-    """Its last step."""
 
     def __post_init__(self) -> None:
         assert (
@@ -63,11 +59,11 @@ class MicroBatch:
 
     @property
     def peak(self) -> int:
-        """Its load at its last step: the highest."""
+        """Return its load at its last step, the highest."""
         return self.num_sequences * self._counted(self.target_length)
 
     def load_at(self, step: int) -> int:
-        """Its cached tokens at a step; nothing before its start and after its end."""
+        """Return its cached tokens at a step. 0 before its start and after its end."""
         if not self.start <= step <= self.end:
             return 0
         return self.num_sequences * self._counted(self.first_length + step - self.start)
@@ -78,23 +74,20 @@ class MicroBatch:
         return max(0, min(length - self.skipped, self.most))
 
     def part(self, first_token: int, num_tokens: int) -> MicroBatch:
-        """What so many tokens of each of its sequences, from the ``first_token`` on, are of it."""
+        """Return what ``num_tokens`` of each sequence, from ``first_token`` on, are of it."""
         return replace(self, skipped=first_token, most=num_tokens)
 
 
 class LoadControl:
-    """The projected load of running micro-batches, kept under W_lim (Algorithm 1
-    of the paper, for any mix of lengths).
+    """The projected load of running micro-batches, kept under W_lim (Algorithm 1 of the paper, for
+    any mix of lengths).
 
-    Between two ends the load only grows, so it peaks at end steps: for each
-    running micro-batch i it is enough to know its end E[i] and the load W[i] at
-    that step. Micro-batches are first in, first out: none starts before one
-    that was added earlier. Every method takes O(running micro-batches), however
-    many steps lie between them.
+    Between two ends the load only grows, so it peaks at end steps: for each running micro-batch i
+    its end E[i] and the load W[i] at that step suffice. None starts before one that was added
+    earlier. Every method takes O(running micro-batches), however many steps lie between them.
 
     Args:
-        limit: W_lim in tokens. It may be changed at any time; what has started
-            stays.
+        limit: W_lim in tokens. It may be changed at any time. What has started stays.
     """
 
     def __init__(self, limit: int) -> None:
@@ -105,11 +98,11 @@ class LoadControl:
         self._latest_start = 0
 
     def __bool__(self) -> bool:
-        """Whether anything runs."""
+        """Return True if anything runs."""
         return bool(self._running)
 
     def with_also(self, batches: Seq[MicroBatch]) -> LoadControl:
-        """What it would be if these started too; this one stays as it is."""
+        """Return a copy to which these were added."""
         if not batches:
             return self
         control = LoadControl(self.limit)
@@ -121,7 +114,7 @@ class LoadControl:
         return control
 
     def add(self, added: MicroBatch) -> None:
-        """A micro-batch starts, whatever the limit says (the paper's AddMicroBatch)."""
+        """Start a micro-batch, whatever the limit (the paper's AddMicroBatch)."""
         self._add_load(added, added.start, sign=1)
         index = bisect_left(self._running, added.end, key=_END)
         load = added.peak + sum(later.load_at(added.end) for later in self._running[index:])
@@ -130,10 +123,8 @@ class LoadControl:
         self._latest_start = max(self._latest_start, added.start)
 
     def end(self, ended: MicroBatch, at: int) -> None:
-        """Sequences of a micro-batch, all or some of those that it was added
-        with, are over before their last step: from step ``at`` on, their load
-        is given back. Does nothing if they would have ended before ``at``
-        anyway."""
+        """Take the load of sequences that end early, from step ``at`` on. ``ended``: all or some of
+        those of a micro-batch. If they would have ended before ``at``, nothing changes."""
         if ended.end < at:
             return
         index = next(
@@ -147,26 +138,21 @@ class LoadControl:
             del self._running[index], self._loads[index]
 
     def earliest_start(self, new: MicroBatch) -> int:
-        """The first step, not before ``new.start`` nor the latest start, from
-        which these sequences can run to their end with the whole load within
-        the limit (the paper's GetEarliestStep).
+        """Return the first step, not before ``new.start`` nor the latest start, from which these
+        sequences can run to their end with the load within the limit (the paper's GetEarliestStep).
 
-        Let x[i] = ⌊(W_lim - W[i]) / m⌋ be the length to which the new sequences
-        may have grown at E[i]. If they are still running then, they must not
-        start before E[i] - x[i] + first_length. Among equal lengths nothing
-        ends after the new sequences do, and the latest of these steps is the
-        paper's answer. A short micro-batch, though, may fit in before: it must
-        then end where the load leaves room for its full length. So each running
-        micro-batch forbids one interval of starts, and the intervals come in
-        ascending order.
+        Let x[i] = ⌊(W_lim - W[i]) / m⌋ be the length to which the new sequences may have grown at
+        E[i]. If they are still running then, they must not start before E[i] - x[i] +
+        first_length. Among equal lengths nothing ends after the new sequences, and the latest of
+        these steps is the paper's answer. A short micro-batch may fit in before: it must then end
+        where the load leaves room for its full length. So each running micro-batch forbids one
+        interval of starts, and the intervals come in ascending order.
 
-        Parts of split sequences don't grow all the time. Where they would have
-        to, to make room, they are taken not to: beside them, the answer may be
-        a later step than the first.
+        Parts of split sequences do not grow all the time. Where they would have to, to make room,
+        they are taken not to: beside them, the answer may be a later step than the first.
 
         Raises:
-            CapacityError: (code ``exceeds_load_limit``) the sequences alone
-                exceed the limit.
+            CapacityError: (code ``exceeds_load_limit``) if the sequences alone exceed the limit.
         """
         room = self.limit - new.peak  # for all others, at the new one's end
         if room < 0:
@@ -181,8 +167,8 @@ class LoadControl:
         previous_end = -1
         for each, load in zip(self._running, self._loads, strict=True):
             if load > room:
-                # Before E[i] the load is lower by num_growing a step: over how
-                # many steps is it too high to end in?
+                # Before E[i] the load is lower by num_growing per step. Over these many steps it is
+                # too high to end in.
                 num_steps = each.end - previous_end
                 if num_growing:
                     num_steps = min(-((room - load) // num_growing), num_steps)
@@ -196,9 +182,8 @@ class LoadControl:
         return start
 
     def fits(self, batch: MicroBatch, limit_at: Callable[[int], float]) -> bool:
-        """Whether the load, with a micro-batch on top that starts no earlier
-        than any other, would keep below ``limit_at(step)`` at each of its
-        steps. The limit must not rise from a step to the next."""
+        """Return True if the load, with a micro-batch on top that starts no earlier than any other,
+        stays within ``limit_at(step)`` at each of its steps. The limit must not rise with steps."""
         index = bisect_left(self._running, batch.end, key=_END)
         at_end = batch.peak + sum(later.load_at(batch.end) for later in self._running[index:])
         return at_end <= limit_at(batch.end) and all(
@@ -208,11 +193,11 @@ class LoadControl:
         )
 
     def load_at(self, step: int) -> int:
-        """The projected load at a step; without what was forgotten or given back."""
+        """Return the projected load at a step, without what was forgotten or has ended."""
         return sum(each.load_at(step) for each in self._running)
 
     def peak(self) -> int:
-        """The highest projected load at any step."""
+        """Return the highest projected load at any step."""
         return max(self._loads, default=0)
 
     def forget_before(self, step: int) -> None:
@@ -228,8 +213,8 @@ class LoadControl:
             self._loads[index] += sign * batch.load_at(self._running[index].end)
 
     def _alike(self, batch: MicroBatch) -> Iterator[int]:
-        """Indices of the running micro-batches that differ from this one at most
-        in their number of sequences."""
+        """Return the places of the running micro-batches that differ from this one at most in their
+        number of sequences."""
         for index in range(bisect_left(self._running, batch.end, key=_END), len(self._running)):
             each = self._running[index]
             if each.end > batch.end:
@@ -240,9 +225,8 @@ class LoadControl:
 
 @dataclass(frozen=True)
 class FixedInterval:
-    """``num_sequences`` (M) start every ``interval`` (F) steps, from the first
-    step on. The load climbs to its peak within ``target_length`` (S) steps,
-    never exceeds it, and the first of a crowd waits no more than F steps."""
+    """``num_sequences`` (M) start every ``interval`` (F) steps. The load climbs to its peak within
+    ``target_length`` (S) steps, and the first of a crowd waits no more than F steps."""
 
     num_sequences: int
     interval: int
@@ -252,15 +236,13 @@ class FixedInterval:
     def of(
         cls, batch_size: int, target_length: int, interval: int, limit: int | None = None
     ) -> FixedInterval:
-        """The interval schedule that keeps about ``batch_size`` (B) sequences
-        running: M = B·F/S, rounded; lowered until the peak is within ``limit``
-        (W_lim), since rounding up may lift it above B·(S + F)/2.
+        """Return the schedule that keeps about ``batch_size`` (B) sequences running: M = B·F/S,
+        rounded, and lowered until the peak is within ``limit`` (W_lim).
 
         Raises:
-            ConfigError: ``interval`` is not within 1..S, so that M would exceed
-                B.
-            CapacityError: (code ``exceeds_load_limit``) even one sequence every
-                F steps exceeds the limit.
+            ConfigError: If ``interval`` is not within 1..S, so that M would exceed B.
+            CapacityError: (code ``exceeds_load_limit``) if one sequence every F steps exceeds the
+                limit.
         """
         if not 1 <= interval <= target_length:
             raise ConfigError(
@@ -282,12 +264,12 @@ class FixedInterval:
 
     @property
     def num_micro_batches(self) -> int:
-        """How many run at once."""
+        """Return how many run at once."""
         return -(-self.target_length // self.interval)
 
     @property
     def peak(self) -> int:
-        """The highest load: M·(S + (S - F) + (S - 2F) + …). If F divides S and
-        S divides B·F, this is B·(S + F)/2."""
+        """Return the highest load: M·(S + (S - F) + (S - 2F) + …). If F divides S and S divides
+        B·F, this is B·(S + F)/2."""
         n = self.num_micro_batches
         return self.num_sequences * (n * self.target_length - self.interval * (n * (n - 1) // 2))

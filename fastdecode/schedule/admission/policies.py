@@ -1,29 +1,26 @@
-"""When may the head of a lane's queue start, and on which R-worker? The
-policies that ``--schedule`` chooses among.
+"""When the head of a lane's queue may start, and on which R-worker: the policies that
+``--schedule`` chooses among.
 
-=================  =============================================================
-``Greedy``         whenever there is room
-``Synchronized``   a full batch at once; the next one when all of it has ended
-                   (what the paper compares with)
-``FixedF``         a micro-batch every F steps (FastDecode, section
-                   "Sequence-level load-stabilizing schedule")
-``Stabilized``     as soon as the projected load of an R-worker stays within its
-                   limit (the same section, Algorithm 1); in
-                   ``fastdecode.schedule.admission.stabilized``
-``ByForecast``     stabilized while that is forecast to pay, else greedy; in
-                   ``fastdecode.schedule.admission.by_forecast``
-=================  =============================================================
+=================  ==========================================================================
+``Admission``      greedy: whenever there is room
+``Synchronized``   a full batch at once; the next one when all of it has ended (what the paper
+                   compares with)
+``FixedF``         a micro-batch every F steps (FastDecode, section "Sequence-level
+                   load-stabilizing schedule")
+``Stabilized``     as soon as the projected load of an R-worker stays within its limit (the same
+                   section, Algorithm 1)
+``ByForecast``     stabilized while that is forecast to pay, else greedy
+=================  ==========================================================================
 
-Room for its KV blocks, among the running sequences and in the step's prefill
-budget is needed whatever the policy; the scheduler sees to that. With nothing
-running in its lane, every policy lets the head start: waiting would gain
-nothing.
+Room for KV blocks, among the running sequences and in the step's prefill budget is needed under
+every policy; the scheduler sees to that. With nothing running in its lane, every policy lets the
+head start: waiting would gain nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.admission.load_control import FixedInterval, MicroBatch
@@ -32,20 +29,21 @@ Earlier: TypeAlias = Seq[tuple[int, MicroBatch]]
 NOTHING_EARLIER: Earlier = ()
 
 
-class Admission(Protocol):
-    """One lane's policy. Sequences are micro-batches of one."""
+class Admission:
+    """One lane's policy: sequences, which are micro-batches of one, start while there is room.
+    Other policies override what they need."""
 
     def order(self, sequence: Sequence) -> tuple[int, ...]:
-        """Whose is least starts first of those that have never run."""
+        """Return the key of a sequence that has never run. The least starts first."""
         return (sequence.sequence_id,)
 
     def check_possible(self, sizes: Seq[int]) -> None:
-        """Raises CapacityError if a sequence whose parts may have so many
-        cached tokens each could never start."""
+        """Raise CapacityError if a sequence whose parts may have these cached tokens could never
+        start."""
 
     def begin_step(self, step: int, num_running: int, num_startable: int, num_waiting: int) -> None:
-        """A step is being planned; of ``num_waiting`` sequences that all lanes
-        share, at most ``num_startable`` could start in it."""
+        """Note that a step is planned. At most ``num_startable`` of the ``num_waiting`` sequences
+        that all lanes share could start in it."""
 
     def choose(
         self,
@@ -55,71 +53,36 @@ class Admission(Protocol):
         *,
         alone: bool = True,
     ) -> int | None:
-        """Where the sequence may start in this step, among the R-workers that
-        have room for it, those with most first; None: not yet.
+        """Return where a sequence may start in this step. None if it has to wait.
 
         Args:
-            batch: the sequence; where sequences are split, one part of it.
-            earlier: its parts that have been placed by now: (R-worker, load) of
-                each.
-            alone: it may also go where it exceeds a limit and nothing else
-                runs.
+            batch: the sequence, or a part of a split one.
+            workers: R-workers with room for it, those with most first.
+            earlier: R-worker and load of its parts that are placed already.
+            alone: it may also go where it exceeds a limit and nothing else runs.
         """
-
-    def add(self, worker: int, batch: MicroBatch) -> None:
-        """The sequence starts. Of a split one this tells the first part, and
-        ``prolong`` the others."""
-
-    def prolong(self, worker: int, batch: MicroBatch) -> None:
-        """A running sequence has come to the end of its projection, and goes on as ``batch``."""
-
-    def end(self, worker: int, batch: MicroBatch, at: int) -> None:
-        """The sequence is over, or suspended: from step ``at`` on it has no
-        load. Of a split one this tells the first part, and ``unload`` the
-        others."""
-
-    def unload(self, worker: int, batch: MicroBatch, at: int) -> None:
-        """From step ``at`` on a part has no load any more."""
-
-
-class Greedy(Admission):
-    """Start whenever there is room."""
-
-    def check_possible(self, sizes: Seq[int]) -> None:
-        pass
-
-    def begin_step(self, step: int, num_running: int, num_startable: int, num_waiting: int) -> None:
-        pass
-
-    def choose(
-        self,
-        batch: MicroBatch,
-        workers: Seq[int],
-        earlier: Earlier = NOTHING_EARLIER,
-        *,
-        alone: bool = True,
-    ) -> int | None:
         return workers[0] if workers else None
 
     def add(self, worker: int, batch: MicroBatch) -> None:
-        pass
+        """Note that a sequence starts, or the first part of one. ``prolong`` gets other parts."""
 
     def prolong(self, worker: int, batch: MicroBatch) -> None:
-        pass
+        """Continue a running sequence as ``batch`` at the end of its projection."""
 
     def end(self, worker: int, batch: MicroBatch, at: int) -> None:
-        pass
+        """Take a sequence's load, or its first part's, from step ``at`` on: it is over, or
+        suspended. ``unload`` gets other parts."""
 
     def unload(self, worker: int, batch: MicroBatch, at: int) -> None:
-        pass
+        """Take a part's load from step ``at`` on."""
 
 
-class Synchronized(Greedy):
+class Synchronized(Admission):
     """Start as many sequences as there is room for, and no more until all of them have ended."""
 
     def __init__(self) -> None:
         self._num_left = 0
-        """Of the present batch, sequences that are still to start."""
+        """Sequences of the present batch that are still to start."""
 
     def begin_step(self, step: int, num_running: int, num_startable: int, num_waiting: int) -> None:
         if num_running == 0:
@@ -141,9 +104,9 @@ class Synchronized(Greedy):
         self._num_left -= 1
 
 
-class FixedF(Greedy):
-    """Start at most M sequences every F steps. They may start in later steps of
-    those F if prefill holds them up."""
+class FixedF(Admission):
+    """Start at most M sequences every F steps. They may start in later steps of those F if prefill
+    holds them up."""
 
     def __init__(self, interval: FixedInterval) -> None:
         self._interval = interval

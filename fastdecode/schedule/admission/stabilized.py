@@ -1,10 +1,8 @@
-"""The paper's schedule for real traffic: load control over several R-workers
-(FastDecode, arXiv 2403.11421, section "Sequence-level load-stabilizing
-schedule").
+"""The paper's schedule for real traffic: load control over several R-workers (FastDecode, arXiv
+2403.11421, section "Sequence-level load-stabilizing schedule").
 
-Lanes don't share steps, and each has a load control and a limit of its own at
-every R-worker. So no lane, and hence no R-worker, ever exceeds its limit,
-whichever lane happens to run faster.
+Lanes do not share steps. Each has a load control and a limit of its own at every R-worker. So no
+lane, and no R-worker, ever exceeds its limit, whichever lane runs faster.
 """
 
 from __future__ import annotations
@@ -22,32 +20,26 @@ RECALIBRATE_EVERY = 64
 
 
 class Stabilized(Admission):
-    """Load control for each R-worker: start on the one whose projected peak is
-    lowest, relative to its limit, among those where the load stays within the
-    limit until the sequence ends.
+    """Load control for each R-worker. A sequence starts on the one whose projected peak is lowest,
+    relative to its limit, among those where the load stays within the limit until its end.
 
-    A sequence that is longer than a limit starts where nothing else runs, and
-    then runs there alone. The parts of a split one that are on the same
-    R-worker are weighed together.
+    A sequence that is longer than a limit starts where nothing else runs, and then runs there
+    alone. The parts of a split one that are on the same R-worker are weighed together.
 
     Args:
         capacity: tokens that each R-worker holds.
         batch_size: most sequences of the lane: B.
-        limits: W_lim of each R-worker for this lane, in tokens; sequences above
-            the highest of them are refused.
-        limited: what ``limits`` come from, for people.
-        balance: gives instead the load at which each R-worker is as busy as the
-            S-worker, anew now and then; None while that is unknown. The limits
-            never come to less than the mean load of a full batch whose starts
-            are spread evenly, the paper's B·S/2: where R-workers are what
-            everything waits for, fewer sequences would make the S-worker read
-            its weights more often, and R-workers no faster. Balance is sought
-            at the mean load, so the
-            limit is half a sequence more: B·(S + F)/2 when one starts every F =
-                S/B steps.
-        headroom: leave room for the sequences that start later, always. An
-            empty lane then fills evenly by itself, and stays even; without it,
-            equal lengths drift into convoys.
+        limits: W_lim of each R-worker for this lane, in tokens. Sequences above the highest of them
+            are refused.
+        limited: source of ``limits``, for people.
+        balance: gives instead the load at which each R-worker is as busy as the S-worker. None
+            while that is unknown. The limits are never less than the mean load of a full batch
+            whose starts are spread evenly, the paper's B·S/2: with fewer sequences the S-worker
+            would read its weights more often, and R-workers would be no faster. Balance is sought
+            at the mean load, so the limit is half a sequence more: B·(S + F)/2 when one starts
+            every F = S/B steps.
+        headroom: leave room for later sequences. An empty lane then fills evenly by itself, and
+            stays even. Without it, equal lengths drift into convoys.
     """
 
     def __init__(
@@ -68,8 +60,7 @@ class Stabilized(Admission):
         self._balance = balance
         self._balanced: Seq[int] | None = None
         self._headroom = Headroom() if headroom else None
-        # Of the sequences that have started: how many, the steps that they
-        # take, and their lengths summed over those.
+        # Sequences that have started, the steps that they take, and the sum of their lengths.
         self._num_started = self._num_steps = self._token_steps = 0
 
     def check_possible(self, sizes: Seq[int]) -> None:
@@ -145,7 +136,7 @@ class Stabilized(Admission):
             control.limit = max(1, min(load + half, most))
 
     def _full_batch(self) -> list[int]:
-        """The mean load of a full batch whose starts are spread evenly, dealt out by memory."""
+        """Return the mean load of a full batch whose starts are spread evenly, by memory."""
         mean_length = self._token_steps / max(1, self._num_steps) or max(self._capacity)
         share = min(1.0, self._batch_size * mean_length / max(1, sum(self._capacity)))
         return [int(share * tokens) for tokens in self._capacity]

@@ -45,15 +45,6 @@ class TierCounts:
     fetched_bytes: int = 0
     fetch_s: float = 0.0
 
-    def count_faults(
-        self, num_unread: int, num_damaged: int, num_unwritten: int, num_late: int
-    ) -> None:
-        """Add the faults of one lower tier."""
-        self.num_unread += num_unread
-        self.num_damaged += num_damaged
-        self.num_unwritten += num_unwritten
-        self.num_late += num_late
-
 
 @dataclass
 class Rates:

@@ -20,7 +20,7 @@ from fastdecode.schedule.cache.fresh import FreshMemory
 from fastdecode.schedule.cache.rates import Rates, TierCounts, most_stored
 from fastdecode.schedule.cache.retention import Policy, Retention
 from fastdecode.schedule.plan import Send
-from fastdecode.wire.blocks import MOST_MOVED, Fetch, Forget, Name, Retain, words_of
+from fastdecode.wire.blocks import MOST_MOVED, Done, Fetch, Forget, Name, Retain, keys_of, words_of
 
 
 @dataclass(frozen=True)
@@ -277,11 +277,15 @@ class Stock:
             num_tokens = np.array([block.num_tokens for block in blocks], np.int32)
             self._orders.append(Send(holder, Retain(number, words_of(keys), num_tokens)))
 
-    def end_job(self, number: int, failed: Seq[bytes], num_bytes: int, seconds: float) -> None:
-        """End a job. ``failed``: keys of blocks that could not be moved."""
-        job = self.jobs.pop(number)
+    def end_job(self, done: Done) -> set[bytes]:
+        """End a job. Return the keys of its blocks that were not moved."""
+        number, job = done.job, self.jobs.pop(done.job)
         index, counts = self._indices[job.holder], self.counts
-        bad = set(failed).intersection(job.keys)
+        counts.num_unread += done.num_unread
+        counts.num_damaged += done.num_damaged
+        counts.num_unwritten += done.num_unwritten
+        counts.num_late += done.num_late
+        bad = set(keys_of(done.missing)).intersection(job.keys)
         num_done = len(job.keys) - len(bad)
         counts.num_failed += 0 if job.source else len(bad)
         kept = (index.get(key) for key in job.keys)
@@ -289,16 +293,15 @@ class Stock:
         if not job.source:
             self._drop_below(job.holder, bad | void)
         self.forget(job.holder, index.end_job(number, job.keys, bad, self.now_s()))
-        if job.source:
-            return
-        if job.is_fetch:
+        if job.is_fetch and not job.source:
             counts.num_fetched += num_done
-            counts.fetched_bytes += num_bytes
-            counts.fetch_s += seconds
-            self.rates.fetched(job.holder, num_done, seconds)
-        else:
+            counts.fetched_bytes += done.num_bytes
+            counts.fetch_s += done.seconds
+            self.rates.fetched(job.holder, num_done, done.seconds)
+        elif not job.source:
             counts.num_stored += num_done
-            counts.stored_bytes += num_bytes
+            counts.stored_bytes += done.num_bytes
+        return bad
 
     def look_whether_fetching_pays(self) -> None:
         """Update ``Index.pays`` from what fetching and computing took lately."""

@@ -76,7 +76,6 @@ class Adoptions:
                 self._endings.settle(life)
 
     def _wait(self, life: SequenceRecord, holder: HolderId) -> None:
-        self._table.tell(life, f"holder {holder} is lost, or leaves, and has a replica")
         sequence_id = life.sequence.sequence_id
         if life.pending is None:
             self._resuming[sequence_id] = _Resuming(life)
@@ -187,7 +186,6 @@ class Adoptions:
         self.counts.num_sequences += 1
         self.counts.num_tokens += num_tokens
         self.counts.num_tokens_lost += sequence.num_cached - num_tokens
-        self._table.tell(life, f"goes on with {num_tokens} of {sequence.num_cached} tokens")
         self._table.move(life, SequenceState.RUNNING)
         self._table.cache(life, num_tokens)
         self._cache.rewind(sequence)

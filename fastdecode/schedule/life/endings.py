@@ -39,7 +39,6 @@ class Endings:
         siblings.remove(life)
         if not siblings:
             del self.table.by_request[request_id]
-        self.table.tell(life, f"finished: {reason}")
         self.out.append(Finish(life.sequence, reason, self._cache.kept(life.sequence)))
         self.table.set_pending(life, PendingAction.DROP)
         self.settle(life)
@@ -49,7 +48,6 @@ class Endings:
         if error is not None:
             self.out.append(Fail(request_id, error))
         for life in self.table.by_request.pop(request_id):
-            self.table.tell(life, "cancelled" if error is None else f"failed: {error}")
             self.table.set_pending(life, PendingAction.DROP)
             self.settle(life)
 

@@ -1,5 +1,8 @@
-"""Sequences that continue on another engine once their first token is drawn, and those that come
-from one.
+"""Drawn tokens, and sequences that continue on another engine once their first token is drawn, or
+come from one.
+
+A token may be known only after the step behind it has begun: its sequence steps with a token that
+is **coming**. If that is the last one, the step was in vain.
 
 A sequence that is handed over is **parked**: none of its steps run, and its blocks stay, named so
 that they can be fetched, until its request is cancelled. One of a request's sequences is enough.
@@ -9,12 +12,14 @@ fetched, its prompt runs again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
+from fastdecode.core.sequence import COMING, Sequence
 from fastdecode.schedule.life.endings import Endings
-from fastdecode.schedule.life.events import HandOver, HasFetched
+from fastdecode.schedule.life.events import Drawn, HandOver, HasFetched
 from fastdecode.schedule.life.sequences import PendingAction, SequenceRecord, SequenceState
 
 HANDED_OVER_LOST: Final = "handed_over_lost"
@@ -22,7 +27,7 @@ HANDED_OVER_LOST: Final = "handed_over_lost"
 
 
 class Handing:
-    """Sequences of both kinds."""
+    """See the module."""
 
     def __init__(self, endings: Endings) -> None:
         self._endings, self._scheduler = endings, endings.scheduler
@@ -33,7 +38,50 @@ class Handing:
     @property
     def has_exported(self) -> bool:
         """True if a prompt waits to be fetched by another engine."""
-        return bool(self._scheduler.parked.runs)
+        return bool(self._scheduler.parked)
+
+    def expect(self, sequence: Sequence) -> None:
+        """Note that a sequence's token is coming. After its last one its cache is not needed."""
+        life = self._table.by_sequence.get(sequence.sequence_id)
+        if life is None or life.pending is not None:
+            return
+        sequence.token_ids.append(COMING)
+        if len(sequence.token_ids) >= life.longest and sequence.request.hands_over:
+            self.hold(life)
+        elif len(sequence.token_ids) >= life.longest:
+            self._scheduler.finish(sequence)
+            self._endings.set_aside(life)
+            self._table.move(life, SequenceState.DONE)
+
+    def take_awaited(self, drawn: Iterable[Drawn]) -> None:
+        """Take tokens that were coming. Their sequences may have been interrupted since."""
+        for one in drawn:
+            if one.sequence.is_coming:
+                one.sequence.token_ids.pop()
+                life = self._table.by_sequence.get(one.sequence.sequence_id)
+                if life is not None and life.pending is not PendingAction.DROP:
+                    self._take(life, one)
+
+    def take_drawn(self, drawn: Iterable[Drawn]) -> None:
+        """Take the tokens of an ended step. A sequence whose sibling failed in it takes none."""
+        for one in drawn:
+            life = self._table.by_sequence.get(one.sequence.sequence_id)
+            if life is not None and life.pending is None:
+                self._take(life, one)
+
+    def _take(self, life: SequenceRecord, drawn: Drawn) -> None:
+        request = life.sequence.request
+        if drawn.error is not None:
+            self._endings.drop(request.request_id, drawn.error)
+            return
+        life.sequence.token_ids.append(drawn.token_id)
+        is_last = len(life.sequence.token_ids) >= life.longest
+        if is_last and drawn.finish_reason is None and request.hands_over:
+            self._park(life)
+        elif is_last or drawn.finish_reason is not None:
+            self._endings.finish(life, drawn.finish_reason or "length")
+        if request.hands_over:
+            self._look(request.request_id)
 
     def started(self, life: SequenceRecord, *, has_failed: bool = False) -> None:
         """Note that a sequence has its first tokens, or that they could not be fetched. What is
@@ -55,22 +103,20 @@ class Handing:
     def hold(self, life: SequenceRecord) -> None:
         """Stop a sequence whose last token here is drawn, though perhaps not known."""
         if life.state is not SequenceState.EXPORTED:
-            self._scheduler.parked.park(self._scheduler.lanes, life.sequence)
+            self._scheduler.park(life.sequence)
             self._table.move(life, SequenceState.EXPORTED)
 
-    def park(self, life: SequenceRecord) -> None:
+    def _park(self, life: SequenceRecord) -> None:
         """Park a sequence whose last token here is known, and that is not over."""
         siblings = self._table.by_request[life.sequence.request.request_id]
         if any(_is_exported(other) for other in siblings if other is not life):
             siblings.remove(life)
-            self._table.tell(life, "handed over with a sibling")
             self._table.set_pending(life, PendingAction.DROP)
             self._endings.settle(life)
             return
-        self._table.tell(life, "parked")
         self.hold(life)
 
-    def look(self, request_id: str) -> None:
+    def _look(self, request_id: str) -> None:
         """Hand a request over if all of its sequences have drawn their last token here, and some
         are not over: name its blocks, and close its parts."""
         siblings = self._table.by_request.get(request_id, [])

@@ -15,7 +15,6 @@ from fastdecode.core.holders import HolderId, PartId
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.holder_states import HolderState
 from fastdecode.schedule.life.adoption import Adoptions
-from fastdecode.schedule.life.coming import ComingTokens
 from fastdecode.schedule.life.endings import Endings
 from fastdecode.schedule.life.events import (
     Ask,
@@ -68,7 +67,6 @@ class Lifecycle:
         self.adoptions = Adoptions(self.endings)
         """While any is under way no step begins."""
         self.handing = Handing(self.endings)
-        self._coming = ComingTokens(self.endings, self.handing)
         self.starting = Starting(self.endings, self.handing, joins_early=joins_early)
         self._flying: dict[int, tuple[Chunk, ...]] = {}  # by lane
         self._cache = scheduler.ledger.cache
@@ -86,7 +84,7 @@ class Lifecycle:
             case StepDone():
                 self._step_done(event)
             case Came():
-                self._coming.take_awaited(event.drawn)
+                self.handing.take_awaited(event.drawn)
             case LaneIdle() | LaneReady() if self._fails_over and self.adoptions:
                 pass  # no step begins
             case LaneIdle():
@@ -173,13 +171,12 @@ class Lifecycle:
         for sequence in plan.suspends:
             life = self.sequences.by_sequence[sequence.sequence_id]
             self.sequences.counts.num_suspended += 1
-            self.sequences.tell(life, "suspended")
             self.sequences.move(life, SequenceState.REQUEUED)
             self.endings.set_aside(life)
-        for grow in plan.grows:
-            grow.sequence.residence = grow.residence
-            part = grow.residence.parts[-1]
-            self.grants.ask(self.sequences.by_sequence[grow.sequence.sequence_id], part)
+        for sequence, residence in plan.grows:
+            sequence.residence = residence
+            part = residence.parts[-1]
+            self.grants.ask(self.sequences.by_sequence[sequence.sequence_id], part)
             self._out.append(Ask(part, Extend(part.part_id, part.num_tokens)))
         if self.keeps_blocks:
             self._out += self._cache.stock.take_fetches()
@@ -218,14 +215,12 @@ class Lifecycle:
         elif not life.unanswered:
             self.sequences.move(life, SequenceState.RUNNING)
             self.scheduler.granted(life.sequence)
-            self.sequences.tell(life, "running")
 
     def _refused(self, event: Refused) -> None:
         """Let a sequence wait for room that a holder lacks, or fail. It fails if no other sequence
         took room there when it was asked: none that ends makes any."""
         asked = self.grants.refused(event.part_id)
         life, part = asked.life, asked.part
-        self.sequences.tell(life, f"refused by {event.peer}: {event.message}")
         if life.pending is PendingAction.RECOVER:  # a part can no longer be cut, or enlarged
             self.endings.recompute(life)
             self.adoptions.proceed(life)
@@ -265,9 +260,9 @@ class Lifecycle:
             for life in [lives.by_sequence[chunk.sequence.sequence_id] for chunk in chunks]:
                 if life.pending is not None:
                     self.endings.settle(life)
-        self._coming.take_drawn(event.drawn)
+        self.handing.take_drawn(event.drawn)
         for sequence in event.coming:
-            self._coming.expect(sequence)
+            self.handing.expect(sequence)
 
     def _lost(self, lost: Lost) -> None:
         holder = lost.holder
@@ -277,7 +272,6 @@ class Lifecycle:
         self.endings.looks_for_room = True
         for life in list(self.sequences.by_sequence.values()):
             if self.grants.lose(life, holder):
-                self.sequences.tell(life, f"lost what holder {holder} had")
                 if life.state is SequenceState.EXPORTED:
                     self.handing.lose(life)
                 else:

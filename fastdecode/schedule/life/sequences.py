@@ -29,7 +29,6 @@ closed, and no step writes to it.
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -39,8 +38,6 @@ from typing import Final
 from fastdecode.core.holders import HolderId, Part, PartId, SequenceId
 from fastdecode.core.sequence import NOTHING, Request, Sequence
 from fastdecode.schedule.plan import Chunk, Start
-
-_STORY_LENGTH = 1 << 13
 
 
 class SequenceState(Enum):
@@ -69,7 +66,7 @@ TRANSITIONS: Final[Mapping[SequenceState, frozenset[SequenceState]]] = {
     _S.RECOVERING: _ENDS | {_S.RUNNING},
     _S.DONE: frozenset({_S.REQUEUED}),
 }
-"""To which states a sequence may go from each."""
+"""States that a sequence may enter from each."""
 
 
 class PendingAction(Enum):
@@ -77,7 +74,7 @@ class PendingAction(Enum):
 
     REQUEUE = "requeue"
     RECOVER = "recover"
-    """It continues with what a replica has of it, when that is known."""
+    """Continue it with what a replica has of it, when that is known."""
     DROP = "drop"
 
 
@@ -134,7 +131,6 @@ class SequenceTable:
         self.num_pending = 0
         """Sequences with a pending action."""
         self._sequence_ids = map(SequenceId, itertools.count())
-        self._stories: deque[tuple[SequenceId, str]] = deque(maxlen=_STORY_LENGTH)
 
     def make(self, request: Request) -> list[Sequence]:
         """Make a request's sequences, not added yet."""
@@ -152,7 +148,6 @@ class SequenceTable:
         self.by_request[request.request_id] = lives
         for life in lives:
             self.by_sequence[life.sequence.sequence_id] = life
-            self.tell(life, f"submitted, {life.sequence.num_prompt_tokens} tokens")
 
     def is_at_rest(self, life: SequenceRecord) -> bool:
         """Return True if no step of it is in flight, and all that was asked for it is answered."""
@@ -179,14 +174,6 @@ class SequenceTable:
         self.num_cached_tokens -= sequence.num_present
         sequence.num_cached, sequence.behind_gap = num_cached, behind_gap
         self.num_cached_tokens += sequence.num_present
-
-    def tell(self, life: SequenceRecord, what: str) -> None:
-        """Remember what has happened to a sequence."""
-        self._stories.append((life.sequence.sequence_id, what))
-
-    def story(self, sequence_id: SequenceId) -> list[str]:
-        """Return what has happened to a sequence, also to one that is over."""
-        return [what for i, what in self._stories if i == sequence_id]
 
     def state(self, sequence_id: SequenceId) -> SequenceState:
         """Return a sequence's state, also of one that is over."""

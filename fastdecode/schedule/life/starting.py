@@ -25,7 +25,7 @@ from fastdecode.schedule.life.events import Ask
 from fastdecode.schedule.life.handing import Handing
 from fastdecode.schedule.life.sequences import PendingAction, SequenceRecord, SequenceState
 from fastdecode.schedule.plan import Chunk, Start, num_in_prompts
-from fastdecode.wire.blocks import Done, Open, Progress, keys_of, words_of
+from fastdecode.wire.blocks import Done, Open, Progress, words_of
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Pace:
     """Progress of a fetch."""
 
     share: float
-    """Share of the layers, the first ones, that are there."""
+    """Share of the layers, the first ones, that have arrived."""
     a_group: float
     """Largest share of the layers that comes at once."""
     seconds: float
@@ -66,7 +66,7 @@ class Starting:
     """See the module.
 
     Args:
-        joins_early: sequences join before all of their blocks are there.
+        joins_early: sequences join before all of their blocks have arrived.
     """
 
     def __init__(self, endings: Endings, handing: Handing, *, joins_early: bool = True) -> None:
@@ -112,7 +112,6 @@ class Starting:
             return
         self._table.move(life, SequenceState.FETCHING)
         self.wait(life, start)
-        self._table.tell(life, "waits for kept blocks")
 
     def wait(self, life: SequenceRecord, start: Start) -> None:
         """Let a sequence wait for the jobs that it starts with."""
@@ -129,16 +128,14 @@ class Starting:
             for life, start in self.joining(event):
                 self._open(life, start)
             return
-        missing = keys_of(event.missing)
-        self._stock.end_job(event.job, missing, event.num_bytes, event.seconds)
-        self._stock.counts.count_faults(*event.faults)
+        missing = self._stock.end_job(event)
         self._paces.pop(event.job, None)
         ready: list[Awaiting] = []
         for life, start in self._waiting_for(event.job):
             if event.job not in life.awaits:
                 continue
             life.awaits.discard(event.job)
-            if not all(set(missing).isdisjoint(keys) for keys in start.kept):
+            if not all(missing.isdisjoint(keys) for keys in start.kept):
                 life.stop_awaiting()
                 if life.pending is None:
                     self._start_again(life, start)
@@ -153,7 +150,7 @@ class Starting:
             self._open(life, start)
 
     def joining(self, event: Progress) -> list[Awaiting]:
-        """Return the sequences that join now that more of a job's layers are there."""
+        """Return the sequences that join with more of a job's layers."""
         before = self._paces.get(event.job)
         share = event.num_there / event.num_layers
         a_group = share if before is None else before.a_group
@@ -206,10 +203,8 @@ class Starting:
                     gap_stop=gap.stop,
                 )
             self._out.append(Ask(part, opened))
-        self._table.tell(life, f"opening on {', '.join(map(str, start.residence.holders))}")
 
     def _start_again(self, life: SequenceRecord, start: Start) -> None:
-        self._table.tell(life, "blocks that it waited for didn't come")
         if not start.is_handed:
             self._table.counts.num_cached_prompt_tokens -= start.num_shared_tokens
             self._table.counts.num_gap_tokens -= len(start.gap)

@@ -8,10 +8,10 @@ no sequence is suspended.
 
 from __future__ import annotations
 
-from fastdecode.core.holders import Part
+from fastdecode.core.holders import Part, Residence
+from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.lengths import LengthPredictor
-from fastdecode.schedule.plan import Grow
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.running import Lane, RunningSequence, arrival, cached_at_end
 
@@ -23,9 +23,11 @@ class Outgrown:
         self._ledger = ledger
         self._lengths = lengths
 
-    def make_room(self, lane: Lane) -> tuple[list[Grow], list[RunningSequence]]:
+    def make_room(
+        self, lane: Lane
+    ) -> tuple[list[tuple[Sequence, Residence]], list[RunningSequence]]:
         """Serve sequences in order of arrival. Return which grow, and which are suspended."""
-        grows: list[Grow] = []
+        grows: list[tuple[Sequence, Residence]] = []
         suspended: list[RunningSequence] = []
         for run in sorted(lane.outgrown, key=arrival):
             if run.sequence.sequence_id not in lane.running:
@@ -39,7 +41,7 @@ class Outgrown:
                 room, given_way = self._enlarge(lane, run)
                 suspended += given_way
                 if room:
-                    grows.append(Grow(run.sequence, run.residence.grown_to(room)))
+                    grows.append((run.sequence, run.residence.grown_to(room)))
                     run.is_open = False
             run.until = min(run.projected.target_length, room)
         return grows, suspended

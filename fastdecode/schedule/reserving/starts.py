@@ -12,20 +12,54 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from fastdecode.core.holders import HolderId, PartId, new_residence
+from fastdecode.core.holders import HolderId, PartId, Residence, new_residence
 from fastdecode.core.sequence import NOTHING, Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.cache.reuse import Reuse
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.plan import Start
-from fastdecode.schedule.reserving.holder_choice import HolderChoice
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.running import Lane, RunningSequence, cached_at_end
 
 _TOKENS_A_TOKEN = 4
 """Cached tokens by which a holder may be busier than others for each token of a prompt that it
 spares."""
+
+
+class HolderChoice(Protocol):
+    """Chooses where a sequence that starts may go."""
+
+    def among(
+        self, lane: int, sequence: Sequence, tiers: Seq[Seq[HolderId]]
+    ) -> Seq[list[HolderId]]:
+        """Return those of the holders with room where a sequence may start in this lane."""
+
+    def alike(self, holder: HolderId, present: Seq[HolderId]) -> Seq[HolderId]:
+        """Return the holders on which a lane's sequences could be in place of this one."""
+
+    def started(self, sequence: Sequence, residence: Residence) -> None:
+        """Note where a sequence starts."""
+
+
+class OwnHolders:
+    """Each lane has its own holder, with the lane's number."""
+
+    def of_lane(self, lane: int, capacity: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tokens that each holder has room for, of this lane's sequences."""
+        return tuple(tokens if holder == lane else 0 for holder, tokens in enumerate(capacity))
+
+    def among(
+        self, lane: int, sequence: Sequence, tiers: Seq[Seq[HolderId]]
+    ) -> list[list[HolderId]]:
+        return [[holder for holder in tier if holder == lane] for tier in tiers]
+
+    def alike(self, holder: HolderId, present: Seq[HolderId]) -> Seq[HolderId]:
+        return [holder]
+
+    def started(self, sequence: Sequence, residence: Residence) -> None:
+        pass
 
 
 @dataclass(frozen=True)

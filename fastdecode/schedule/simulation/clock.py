@@ -9,12 +9,11 @@ from collections.abc import Callable
 
 
 class VirtualClock:
-    """Calls at times, in the caller's unit; those of one time in the order in which
-    they were set. Called itself, it says the time: it is a ``Clock``.
+    """Makes calls at times, in the caller's unit, those of one time in the order in which they were
+    set. It is a ``Clock``.
 
     Args:
-        most_events: a run with more events than that is taken to be endless
-            (AssertionError).
+        most_events: a run with more events is taken to be endless (AssertionError).
     """
 
     def __init__(self, most_events: float = math.inf) -> None:
@@ -27,13 +26,13 @@ class VirtualClock:
         return self.now
 
     def at(self, time: float, call: Callable[[], None]) -> None:
-        """Call then; at once, where that time is past."""
+        """Make a call at a time, or at once if that is past."""
         assert time < math.inf
         heapq.heappush(self._heap, (max(time, self.now), next(self._order), call))
 
     def next(self, until: float = math.inf) -> bool:
-        """Go on to the next call. False: there is none by then, and the time is
-        ``until``, if that is finite."""
+        """Make the next call. Return False if there is none by then: the time is ``until``, if that
+        is finite."""
         if self._heap and self._heap[0][0] <= until:
             self.now, number, call = heapq.heappop(self._heap)
             assert number < self._most_events, "the simulation does not come to an end"

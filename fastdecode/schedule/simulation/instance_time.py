@@ -1,4 +1,4 @@
-"""How long an instance's steps take, with as many lanes as make them shortest."""
+"""Times of an instance's steps, with as many lanes as make them shortest."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy as np
 from fastdecode.schedule.times import Prompts, StepTime, cycle_s
 
 _KNOT_EVERY = 32
-"""Steps from one at which R-parts are asked for to the next; between them they grow evenly."""
+"""Steps between two at which R-parts are asked for. Between these they grow evenly."""
 
 
 @dataclass(frozen=True)
 class InstanceTime:
-    """Of an instance whose sequences are alike.
+    """Times of an instance whose sequences are alike.
 
-    With a pipeline, each stage has its part of the layers and of the R-workers,
-    and as many microbatches are under way as there are stages.
+    With a pipeline, each stage has its part of the layers and of the R-workers, and as many
+    microbatches are under way as there are stages.
 
     Args:
-        times: of a lane, all layers; R-workers are alike.
-        num_r_workers: of a stage; a part of one, where stages share them.
-        num_stages: of the pipeline that a batch passes.
-        most_lanes: of a stage.
+        times: times of a lane, all layers. R-workers are alike.
+        num_r_workers: R-workers of a stage. A fraction where stages share them.
+        num_stages: stages of the pipeline.
+        most_lanes: most lanes of a stage.
     """
 
     times: StepTime
@@ -34,16 +34,15 @@ class InstanceTime:
     _found: dict[int, list[_Lanes]] = field(default_factory=dict)
 
     def prefill_s(self, lengths: Seq[int]) -> float:
-        """Seconds of whole prompts of these lengths, through all stages."""
+        """Return the seconds of whole prompts of these lengths, through all stages."""
         return self.times.s_part_s(0, [(0, length) for length in lengths])
 
     def decode_s(self, num_sequences: int, context: int, num_steps: int) -> np.ndarray:
-        """Seconds of the next steps, each.
+        """Return the seconds of each of the next steps.
 
         Args:
-            num_sequences: that decode, all through.
-            context: cached tokens of all of them at the first step; each step
-                adds one to each.
+            num_sequences: sequences that decode, all through.
+            context: cached tokens of all of them at the first step. Each step adds one to each.
         """
         mean = context / num_sequences
         # Which number of lanes is best hardly changes within a few steps.
@@ -53,8 +52,8 @@ class InstanceTime:
         return best.cycles_s(np.interp(np.arange(num_steps), knots, r_parts_s))
 
     def mixed_s(self, num_sequences: int, context: int, prompts: Prompts) -> float:
-        """Seconds of one step in which parts of prompts run, too.
-        Prompts lengthen the S-part of the lanes, in equal shares."""
+        """Return the seconds of a step in which parts of prompts run, too. These lengthen the
+        S-part of the lanes, in equal shares."""
         if not num_sequences:
             return self.times.s_part_s(0, prompts)
         more_s = self.times.s_part_s(1, prompts) - self.times.s_part_s(1)
@@ -62,7 +61,7 @@ class InstanceTime:
         return min(lanes.cycle_s(mean, more_s / lanes.num) for lanes in ways)
 
     def _lanes(self, num_sequences: int) -> list[_Lanes]:
-        """For each number of lanes that they can be in."""
+        """Return each way to share them among lanes."""
         if num_sequences not in self._found:
             a_stage = -(-num_sequences // self.num_stages)
             self._found[num_sequences] = [
@@ -74,7 +73,7 @@ class InstanceTime:
 
 @dataclass(frozen=True)
 class _Lanes:
-    """So many equal lanes, and what one of them takes by its sequences' context."""
+    """Equal lanes, and the times of one by its sequences' context."""
 
     times: StepTime
     num: int
@@ -95,12 +94,11 @@ class _Lanes:
         return self.times.r_part_s(0, self.a_worker * context, self.a_worker)
 
     def cycle_s(self, context: float, more_s: float = 0.0) -> float:
-        """``more_s``: of a lane's S-part."""
         r_part_s = self.r_part_s(context)
         return cycle_s(self.num, self.s_part_s + more_s, r_part_s, self.trip_s, self.link_s)
 
     def cycles_s(self, r_parts_s: np.ndarray) -> np.ndarray:
-        """``cycle_s`` of each R-part."""
+        """Return ``cycle_s`` of each R-part."""
         most_s = self.num * max(self.s_part_s, self.link_s)
         way_s = self.s_part_s + self.trip_s + r_parts_s
         cycles_s: np.ndarray = np.maximum(np.maximum(self.num * r_parts_s, most_s), way_s)

@@ -1,4 +1,4 @@
-"""What lanes share while they step: the S-worker, R-workers, links."""
+"""Resources that lanes share while they step: the S-worker, R-workers, links."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fastdecode.schedule.times import Prompts, StepTime
 
 @dataclass
 class Flight:
-    """A lane's step under way. Seconds are what it needs of each, alone."""
+    """A lane's step under way. Seconds are what it would need of each resource alone."""
 
     run: Run
     s_part_s: float
-    """Of the S-worker, or of the device."""
+    """Time of the S-worker, or of the device."""
     r_parts_s: tuple[float, ...]
-    """Of each R-worker."""
+    """Time of each R-worker."""
     trip_s: float
-    """On the way to R-workers and back."""
+    """Time of the way to R-workers and back."""
     loads: dict[int, int]
-    """Cached tokens that it attends to, by holder."""
+    """Cached tokens to which it attends, by holder."""
     num_tokens: int
     link_s: float = 0.0
-    """Of the link, that only one lane uses at a time."""
+    """Time of the link, which one lane uses at a time."""
     left: float = 1.0
-    """The part of it that is still to come."""
+    """Share of it that is still to come."""
 
     @property
     def num_decoding(self) -> int:
@@ -37,7 +37,7 @@ class Flight:
 
     @property
     def way_s(self) -> float:
-        """From its begin to its end, if nothing else runs."""
+        """Return its time if nothing else runs."""
         return self.s_part_s + max(self.r_parts_s, default=0.0) + self.trip_s
 
 
@@ -48,49 +48,46 @@ class SimulatedStep:
     started_s: float
     step_s: float
     s_part_s: float
-    """The S-worker was busy."""
+    """Time in which the S-worker was busy."""
     r_part_s: float
-    """The busiest R-worker was busy."""
+    """Time in which the busiest R-worker was busy."""
     r_parts_s: float
-    """All R-workers were busy, summed."""
+    """Sum of the times in which R-workers were busy."""
     load_tokens: int
     num_running: int
     num_tokens: int
 
 
 class Resources(Protocol):
-    """How long lanes' steps take that run side by side."""
+    """Times of lanes' steps that run side by side."""
 
     steps: list[SimulatedStep]
     """Rounds so far, where lanes step in rounds."""
 
     def flight(self, run: Run) -> Flight:
-        """What a step needs."""
+        """Return what a step needs."""
 
     def steps_s(self, flights: Mapping[int, Flight], now_s: float) -> Mapping[int, float]:
-        """How long each lane's step would take as things are now, all of it."""
+        """Return the time of each lane's whole step beside the others."""
 
 
 @dataclass
 class Rounds:
-    """Lanes share the S-worker and the R-workers, and step in rounds, in each of
-    which every lane makes one step. A lane is at one of the two at a time, so a
-    round takes
+    """Lanes share the S-worker and the R-workers, and step in rounds, in each of which every lane
+    makes one step. A lane is at one of the two at a time, so a round takes
 
-        max(sum of the lanes' S-parts, the busiest R-worker's sum of R-parts, the link's
-        sum, the slowest lane's S-part + R-part + trip)
+        max(sum of the lanes' S-parts, the busiest R-worker's sum of R-parts, the link's sum,
+        the slowest lane's S-part + R-part + trip)
 
-    as ``cycle_s`` has it for equal lanes: S + R with one lane, and max(S, R) a lane
-    with two, while the link is quick.
+    as ``cycle_s`` has it for equal lanes: S + R with one lane, and max(S, R) per lane with two,
+    while the link is quick.
     """
 
     times: StepTime
     num_r_workers: int
     steps: list[SimulatedStep] = field(default_factory=list)
-    """All rounds so far."""
 
     def flight(self, run: Run) -> Flight:
-        """As ``Resources``."""
         loads, times = loads_of(run.chunks), self.times
         num_tokens = sum(chunk.num_tokens for chunk in run.chunks)
         r_parts_s = tuple(
@@ -102,7 +99,7 @@ class Rounds:
         return Flight(run, s_part_s, r_parts_s, trip_s, loads, num_tokens, link_s)
 
     def steps_s(self, flights: Mapping[int, Flight], now_s: float) -> Mapping[int, float]:
-        """As ``Resources``. All lanes have just begun."""
+        # All lanes have just begun.
         every = list(flights.values())
         s_part_s = sum(flight.s_part_s for flight in every)
         busy_s = [sum(parts) for parts in zip(*(flight.r_parts_s for flight in every), strict=True)]
@@ -124,13 +121,13 @@ class Rounds:
 
 
 def tokens_of(chunks: Seq[Chunk]) -> tuple[int, Prompts]:
-    """Sequences that decode, and parts of prompts."""
+    """Return how many sequences decode, and the parts of prompts."""
     prompts = [(c.sequence.num_cached, c.num_tokens) for c in chunks if c.num_tokens > 1]
     return len(chunks) - len(prompts), prompts
 
 
 def loads_of(chunks: Seq[Chunk]) -> dict[int, int]:
-    """What is cached once the chunks have run, by holder."""
+    """Return the tokens that are cached once the chunks have run, by holder."""
     loads: dict[int, int] = {}
     for chunk in chunks:
         residence, num_cached = chunk.sequence.residence, chunk.sequence.num_cached

@@ -1,8 +1,6 @@
-"""A trace, run by the real scheduler and lifecycle on a virtual clock, with
-R-workers that only count.
-
-A lane starts its next step when its last one is over; how long steps take that
-run side by side is its ``Resources``' affair.
+"""A trace, run by the real scheduler and lifecycle on a virtual clock, with R-workers that only
+count. A lane starts its next step when its last one is over. ``Resources`` give the times of steps
+that run side by side.
 """
 
 from __future__ import annotations
@@ -36,14 +34,13 @@ from fastdecode.schedule.simulation.resources import Flight, Resources, Simulate
 from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 from fastdecode.wire.blocks import Close, Extend, Open
 
-# No policy looks further into its queue than a full batch; the rest of a long
-# trace isn't held in memory.
+# No policy looks further into its queue than a full batch. The rest of a long trace is not queued.
 _QUEUE_AHEAD = 1 << 14
 
 
 @dataclass
 class SimulatedRWorker:
-    """Refuses what a real one would refuse. Its sequences bring no tokens, only lengths."""
+    """An R-worker whose sequences have no tokens, only lengths. Asserts what a real one checks."""
 
     num_blocks: int
     block_size: int
@@ -81,7 +78,7 @@ class SimulatedRWorker:
 
 @dataclass(eq=False)
 class ServedRequest:
-    """One request's way through. Times are since the start of the trace."""
+    """Times of one request, since the start of the trace."""
 
     traced: TracedRequest
     arrived_s: float
@@ -94,21 +91,19 @@ class ServedRequest:
 
     @property
     def tpot_s(self) -> float | None:
-        """None for outputs of one token."""
+        """Return the time per output token. None for outputs of one token."""
         n = self.traced.num_output_tokens
         return (self.finished_s - self.first_token_s) / (n - 1) if n > 1 else None
 
 
 @dataclass
 class SimulationOutcome:
-    """A simulated run."""
-
     num_r_workers: int
     steps: list[SimulatedStep]
     served: list[ServedRequest] = field(default_factory=list)
-    """In order of their end."""
+    """Requests in order of their ends."""
     num_refused: int = 0
-    """Requests that the scheduler would not take."""
+    """Requests that the scheduler refused."""
     num_suspended: int = 0
     total_s: float = 0.0
 
@@ -117,13 +112,13 @@ class Simulation:
     """Runs one trace to its end.
 
     Args:
-        scheduler: what the engine would use, for these R-workers, which answer at
-            once. With a ``HybridControl``, that says how many lanes there are.
-        resources: what the lanes share.
+        scheduler: the engine's, for these R-workers, which answer at once. Its ``HybridControl``
+            decides on the number of lanes, if there is one.
+        resources: resources that the lanes share.
         worker_blocks: KV blocks of each holder.
         block_size: tokens in a block.
-        num_lanes: at the start.
-        clock: its time; the scheduler's control may read the same.
+        num_lanes: lanes at the start.
+        clock: its time. The scheduler's control may read the same.
     """
 
     def __init__(
@@ -191,7 +186,7 @@ class Simulation:
             self._step = max(self._step, arrival)
 
     def _start_lanes(self) -> None:
-        """Each lane that does not step begins its next one, if it has any."""
+        """Begin the next step of each lane that does not step."""
         if self._wanted_lanes != self._num_lanes:
             if self._flights:
                 return  # they come to rest first
@@ -209,7 +204,7 @@ class Simulation:
                 self._start_lanes()
 
     def _pass_time(self) -> None:
-        """Until the next end of a step."""
+        """Let time pass until the next end of a step."""
         steps_s = self._resources.steps_s(self._flights, self.clock.now)
         span_s = min(flight.left * steps_s[lane] for lane, flight in self._flights.items())
         self.clock.pass_by(span_s)
@@ -227,7 +222,7 @@ class Simulation:
             self._wanted_lanes = self._control.decide()
 
     def _launch(self, lane: int) -> list[Run]:
-        """A lane's next step, if anybody can step."""
+        """Return a lane's next step, if any sequence can step."""
         for part in self._tell(LaneIdle(lane)):
             self._tell(Opened(part.part_id))
         runs = [run for run in self._lifecycle.handle(LaneReady(lane)) if isinstance(run, Run)]
@@ -237,8 +232,8 @@ class Simulation:
         return runs
 
     def _tell(self, event: Event) -> list[Part]:
-        """Tell the lifecycle what has happened, and do what it wants. Returns
-        the parts that were opened, or grew."""
+        """Give the lifecycle an event, and carry out its instructions. Return the parts that were
+        opened, or grew."""
         granted: list[Part] = []
         for instruction in self._lifecycle.handle(event):
             match instruction:
@@ -255,11 +250,11 @@ class Simulation:
                     served.finished_s = self.clock.now
                     self.outcome.served.append(served)
                 case _:
-                    raise AssertionError("nobody fails, and lanes run when they are launched")
+                    raise AssertionError("no request fails, and lanes run when they are launched")
         return granted
 
     def _done(self, run: Run) -> None:
-        """A lane's step is over."""
+        """End a lane's step."""
         drawing = [
             chunk.sequence
             for chunk in run.chunks
@@ -268,7 +263,7 @@ class Simulation:
         self._tell(StepDone(run.lane, tuple(map(self._draw, drawing))))
 
     def _draw(self, sequence: Sequence) -> Drawn:
-        """The sequence's next token, at the end of its step."""
+        """Draw the sequence's next token, at the end of its step."""
         served = self._unserved[sequence.request.request_id]
         if not sequence.num_generated:
             served.first_token_s = self.clock.now
@@ -277,7 +272,7 @@ class Simulation:
 
 
 def _growing_part(chunk: Chunk) -> tuple[Part, int]:
-    """Where a chunk goes, and how many tokens are there."""
+    """Return the part to which a chunk goes, and how many tokens it has."""
     residence, num_cached = chunk.sequence.residence, chunk.sequence.num_cached
     assert residence is not None
     part = residence.parts[residence.index_of(num_cached)]
@@ -293,6 +288,6 @@ _KNOWN, _UNKNOWN = SamplingParams(ignore_eos=True), SamplingParams()
 
 
 def _request(request_id: str, traced: TracedRequest) -> Request:
-    """Its length is known to the scheduler if it runs to its max_tokens."""
+    """Make a request. The scheduler knows its length if it runs to its max_tokens."""
     params = _KNOWN if traced.num_output_tokens == traced.max_tokens else _UNKNOWN
     return Request(request_id, _prompt(traced.num_prompt_tokens), params, traced.max_tokens, seed=0)

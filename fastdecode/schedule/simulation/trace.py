@@ -25,7 +25,7 @@ class RequestTrace:
 
     requests: tuple[TracedRequest, ...]
     unit: ArrivalUnit = "s"
-    """Of ``arrival``."""
+    """Unit of ``arrival``."""
 
     @property
     def mean_output_tokens(self) -> float:

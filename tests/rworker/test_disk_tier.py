@@ -1,5 +1,5 @@
-"""A mover on a disk that does what it is told to: layers are there when they are
-said to be, and whatever hasn't come is zeros."""
+"""A tier whose disk the test steers: layers are in place when they are reported, and what has not
+come is zeros."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from held_slots import HeldSlots, held
 
 from rworker.tiers.disk import open_slots
 from rworker.tiers.format import SlotShape
-from rworker.tiers.lower_tier import MoveJob
-from rworker.tiers.mover import Mover
+from rworker.tiers.tier import ArrayMemory, DiskTier, MoveJob
 
 SHAPE = SlotShape("ab" * 32, num_layers=4, layer_bytes=4096)
 KEYS = tuple(number.to_bytes(16, "little") for number in range(3))
@@ -27,54 +26,57 @@ def filled() -> np.ndarray:
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
     """A directory with a file of three blocks."""
-    mover = Mover(open_slots(tmp_path, SHAPE, SHAPE.file_bytes(4)), filled(), num_threads=1)
-    mover.begin(job := MoveJob(0, False, KEYS, (0, 1, 2), (64, 128, 192)))
-    mover.wait(WAIT_S)
-    assert mover.progress(job) == SHAPE.num_layers and not job.failed
-    mover.close()
+    slots, memory = open_slots(tmp_path, SHAPE, SHAPE.file_bytes(4)), ArrayMemory(filled())
+    tier = DiskTier(slots, memory, num_threads=1)
+    tier.begin(job := MoveJob(0, False, KEYS, (0, 1, 2), (64, 128, 192)))
+    tier.wait(WAIT_S)
+    assert tier.progress(job) == SHAPE.num_layers and not job.failed
+    tier.close()
     return tmp_path
 
 
-def fetching(stored: Path, late_s: float = WAIT_S) -> tuple[Mover, MoveJob, HeldSlots, np.ndarray]:
+def fetching(
+    stored: Path, late_s: float = WAIT_S
+) -> tuple[DiskTier, MoveJob, HeldSlots, np.ndarray]:
     """A fetch of all of them, a layer at a time, of a disk that is held at each."""
     slots = held(open_slots(stored, SHAPE, SHAPE.file_bytes(4)))
     pool = np.full_like(filled(), 9)
-    mover = Mover(slots, pool, num_threads=1, least_unit_bytes=1, late_s=late_s)
-    mover.begin(job := MoveJob(7, True, KEYS, (0, 1, 2)))
-    return mover, job, slots, pool
+    tier = DiskTier(slots, ArrayMemory(pool), num_threads=1, least_unit_bytes=1, late_s=late_s)
+    tier.begin(job := MoveJob(7, True, KEYS, (0, 1, 2)))
+    return tier, job, slots, pool
 
 
-def told(mover: Mover, job: MoveJob) -> int:
-    """Layers that are said to be there next."""
-    mover.wait(WAIT_S)
-    return mover.progress(job)
+def told(tier: DiskTier, job: MoveJob) -> int:
+    """Return the layers that are reported next."""
+    tier.wait(WAIT_S)
+    return tier.progress(job)
 
 
 def test_a_layer_is_there_while_later_ones_are_to_come(stored: Path) -> None:
-    mover, job, slots, pool = fetching(stored)
+    tier, job, slots, pool = fetching(stored)
     for layer in range(3):
         slots.let(layer)
-        mover.wait_for_layer((7,), layer)
+        tier.wait_for_layer((7,), layer)
         assert (pool[layer] == filled()[layer]).all() and (pool[layer + 1] == 9).all()
-        assert told(mover, job) == layer + 1 and not job.is_over
+        assert told(tier, job) == layer + 1 and not job.is_over
     slots.let(3)
-    mover.wait_for_layer((7,), 3)
-    assert told(mover, job) == 4 and not job.failed and (pool == filled()).all()
-    mover.wait_for_layer((7,), 3)  # nobody waits for what is over
-    mover.close()
+    tier.wait_for_layer((7,), 3)
+    assert told(tier, job) == 4 and not job.failed and (pool == filled()).all()
+    tier.wait_for_layer((7,), 3)  # no step waits for a job that is over
+    tier.close()
 
 
 def test_a_block_that_fails_in_a_later_layer_is_zeros_and_told(stored: Path) -> None:
-    mover, job, slots, pool = fetching(stored)
+    tier, job, slots, pool = fetching(stored)
     slots.damaged = {(1, 2)}  # the second block's third layer
     for layer in range(4):
         slots.let(layer)
-        mover.wait_for_layer((7,), layer)
-    assert told(mover, job) == 4 and job.failed == {1} and mover.health.counts["damaged"] == 1
-    assert [mover.take_faults() for _ in range(2)] == [(0, 1, 0, 0), (0, 0, 0, 0)]
+        tier.wait_for_layer((7,), layer)
+    assert told(tier, job) == 4 and job.failed == {1} and tier.counts["damaged"] == 1
+    assert [tier.take_faults() for _ in range(2)] == [(0, 1, 0, 0), (0, 0, 0, 0)]
     assert not pool[:, 1].any() and (pool[:, [0, 2]] == filled()[:, [0, 2]]).all()
-    assert KEYS[1] not in mover.slots
-    mover.close()
+    assert KEYS[1] not in tier.slots
+    tier.close()
     again = open_slots(stored, SHAPE, SHAPE.file_bytes(4))
     assert KEYS[1] not in again and len(again) == 2, "it was found after a restart"
     again.close()
@@ -82,18 +84,18 @@ def test_a_block_that_fails_in_a_later_layer_is_zeros_and_told(stored: Path) -> 
 
 def test_who_keeps_a_step_waiting_is_given_up(stored: Path) -> None:
     """What comes later all the same is put nowhere: the block may be another's."""
-    mover, job, slots, pool = fetching(stored, late_s=0.01)
+    tier, job, slots, pool = fetching(stored, late_s=0.01)
     slots.let(0)
-    assert told(mover, job) == 1
-    mover.wait_for_layer((7,), 1)
+    assert told(tier, job) == 1
+    tier.wait_for_layer((7,), 1)
     assert (
-        told(mover, job) == 4
+        told(tier, job) == 4
         and job.failed == {0, 1, 2}
-        and mover.health.counts["late"] == 3
+        and tier.counts["late"] == 3
         and not pool.any()
     )
     pool[:] = 5
     for layer in (1, 2, 3):
         slots.let(layer)
-    mover.close()
+    tier.close()
     assert (pool == 5).all()
