@@ -22,8 +22,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("fastdecode", "rworker", "sworker", "cpu_kernels", "cost_model")
 STEP = 12  # prompts are over by then, and no request has ended
 PROMPTS = ["Once upon a time", "The old map showed", "On a stormy night"]
-
-
 LAYERS_BEFORE_LOSS = 40
 """Layers that an R-worker attends before it crashes. All sequences decode by then."""
 
@@ -33,8 +31,7 @@ class Entered:
     their number in the recorded part."""
 
     def __init__(self) -> None:
-        self.calls: Counter[CodeType] = Counter()
-        """While the watched step ran."""
+        self.calls: Counter[CodeType] = Counter()  # while the watched step ran
         self.is_counting = False
         self.is_listening = False
         self._order: dict[tuple[str, str], int] = {}
@@ -131,8 +128,10 @@ def entered_by_a_decode_step(model: str, monkeypatch: Any, **options: Any) -> En
 def entered_by_a_loss(model: str, monkeypatch: Any, *, is_lost: bool, **options: Any) -> Entered:
     """Run three requests and record the whole run. R-worker ``r1`` crashes if ``is_lost``.
 
-    What a loss alone enters is the difference of the two runs."""
+    What a loss alone enters is the difference of the two runs. The one without records its start,
+    too: replicas begin in the background, and may do so before or after the first request."""
     entered = Entered()
+    entered.is_listening = entered.is_counting = not is_lost
     after = LAYERS_BEFORE_LOSS if is_lost else sys.maxsize
     lost: list[str] = []
 
