@@ -68,7 +68,7 @@ class Placement:
     def place(self, holder: HolderId, index: int) -> None:
         self._former.add((self._worker_of[holder], holder))
         self._worker_of[holder] = index
-        self.has_moved = True
+        self.has_moved |= index != holder
 
     def give_back(self, holder: HolderId) -> None:
         """Move a holder to its own place: the worker that took it over is lost, has nothing left
