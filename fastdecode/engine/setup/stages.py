@@ -358,10 +358,10 @@ def serve_stage(
     checkpoint = open_checkpoint(config.model, config.s_part.load_format)
     spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
     resolved = resolve(config, spec)
-    number = resolved.ranks.stage(job.rank)
-    setup = StageSetup(checkpoint, spec, resolved, number)
+    setup = StageSetup(checkpoint, spec, resolved, resolved.ranks.stage(job.rank))
+    workers = reach_workers(resolved, None, beside, setup.number)
     try:
-        setup.run(reach_workers(resolved, None, beside, number))
+        setup.run(workers)
     except FastDecodeError as error:
         logger.error("%s ends: %s", setup.name, error)
     return resolved.ranks.first not in job.dead
