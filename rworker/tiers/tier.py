@@ -265,8 +265,7 @@ class DiskTier(Tier):
                 )
                 job.waited_s += self._clock() - started_s
                 late += [] if is_there else [job]
-            if late:
-                self._give_up(late)
+            late = self._give_up(late)
         for job in late:
             what = "is too slow for steps that wait for it: KV blocks are run again"
             self._note("late", what, len(job.keys))
@@ -300,20 +299,21 @@ class DiskTier(Tier):
             with contextlib.suppress(OSError):  # a reader that finds it finds it whole
                 self.slots.erase(key)
 
-    def _give_up(self, jobs: Iterable[MoveJob]) -> None:
-        """Let these jobs fail, under the lock. A thread that returns later finds that out, and
-        places nothing."""
+    def _give_up(self, jobs: Iterable[MoveJob]) -> list[MoveJob]:
+        """Let those of the jobs fail that are not over, under the lock, and return them. A thread
+        that returns later finds that out, and places nothing."""
         doomed = set(jobs)
         self._fetches = deque(unit for unit in self._fetches if unit.job not in doomed)
         self._stores = deque(unit for unit in self._stores if unit.job not in doomed)
         self._placed.wait_for(lambda: all(unit.job not in doomed for unit in self._placing))
         self._running = {x: s for x, s in self._running.items() if x.job not in doomed}
-        for job in doomed:
-            if not job.is_over:
-                job.failed.update(range(len(job.keys)))
-                job.num_left = [0] * len(job.num_left)
-                job.seconds = self._clock() - job.asked_s
+        given_up = [job for job in doomed if not job.is_over]
+        for job in given_up:
+            job.failed.update(range(len(job.keys)))
+            job.num_left = [0] * len(job.num_left)
+            job.seconds = self._clock() - job.asked_s
         self._moved.notify_all()
+        return given_up
 
     def _work(self) -> None:
         buffer = page_buffer(self.slots.shape.slot_bytes)

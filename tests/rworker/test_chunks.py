@@ -146,10 +146,9 @@ def test_no_damage_goes_unnoticed(data: st.DataObject, tmp_path_factory: Any) ->
     else:
         flipped = whole[at] ^ data.draw(st.integers(1, 255))
         path.write_bytes(whole[:at] + bytes([flipped]) + whole[at + 1 :])
-    found = []
+    found: list[bytes] = []
     with contextlib.suppress(ConfigError):
-        for message in read_records(path):
-            found.append(in_one_piece(message).tobytes())
+        found.extend(in_one_piece(message).tobytes() for message in read_records(path))
     assert found == before[: len(found)] and len(found) < len(before)
 
 

@@ -3,6 +3,7 @@ come is zeros."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -88,14 +89,20 @@ def test_who_keeps_a_step_waiting_is_given_up(stored: Path) -> None:
     slots.let(0)
     assert told(tier, job) == 1
     tier.wait_for_layer((7,), 1)
-    assert (
-        told(tier, job) == 4
-        and job.failed == {0, 1, 2}
-        and tier.counts["late"] == 3
-        and not pool.any()
-    )
+    assert told(tier, job) == 4 and job.failed == {0, 1, 2}
+    assert tier.counts["late"] == 3 and not pool.any()
     pool[:] = 5
     for layer in (1, 2, 3):
         slots.let(layer)
     tier.close()
     assert (pool == 5).all()
+
+
+def test_a_late_job_that_ends_meanwhile_is_not_cleared(stored: Path) -> None:
+    tier, _, slots, pool = fetching(stored, late_s=0.3)
+    tier.begin(last := MoveJob(8, True, KEYS, (0, 1, 2)))
+    threading.Timer(0.45, lambda: [slots.let(layer) for layer in range(4)]).start()
+    tier.wait_for_layer((7, 8), 0)  # while it waits for the last job, the first one ends
+    tier.wait_for_layer((8,), 3)
+    assert (pool == (0 if last.failed else filled())).all()
+    tier.close()

@@ -61,11 +61,8 @@ def test_a_whole_profile() -> None:
     )
     profile = measure_r_part(Host(1, 1), KV, (SPEC, SPEC), DType.BFLOAT16, 1 << 30, effort)
     assert (profile.num_q_heads, profile.num_kv_heads, profile.head_dim) == (4, 2, 16)
-    assert (
-        profile.kv_dtype == "float16"
-        and profile.block_size == 16
-        and profile.memory_bytes == 1 << 30
-    )
+    assert profile.kv_dtype == "float16" and profile.block_size == 16
+    assert profile.memory_bytes == 1 << 30
     assert len(profile.decode) == 4 and len(profile.read_bytes_per_s) == 6
     assert profile.machine.cpu and profile.machine.software["python"]
 

@@ -47,11 +47,8 @@ def test_a_life_from_submission_to_its_end() -> None:
     assert life.sequences.state(0) is SequenceState.RUNNING  # type: ignore[arg-type]
     assert step(life, 0) == [] == tell(life, events.LaneIdle(0))
     finish, close = step(life, 0)
-    assert (
-        isinstance(finish, events.Finish)
-        and finish.reason == "length"
-        and finish.sequence.token_ids == [5, 5, 5, 7, 7]
-    )
+    assert isinstance(finish, events.Finish) and finish.reason == "length"
+    assert finish.sequence.token_ids == [5, 5, 5, 7, 7]
     assert close == closing(asked)
     assert life.sequences.state(0) is SequenceState.DONE  # type: ignore[arg-type]
 
