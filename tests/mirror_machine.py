@@ -24,15 +24,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.blocks import (
-    MISSING,
-    Forget,
-    Name,
-    StoreChunk,
-    TakeOver,
-    Truncate,
-    words_of,
-)
+from fastdecode.wire.blocks import MISSING, Forget, Name, StoreChunk, TakeOver, Truncate, words_of
 from fastdecode.wire.messages import Accepted, Close, Extend, Hello, Open, Refused, Welcome
 from rworker.blocks.kv_store import KVStore
 from rworker.cache_state import CacheState

@@ -116,7 +116,7 @@ from fastdecode.wire.traits import (
 MAX_CHUNK_BYTES: Final = 4 << 20
 """Bytes of one chunk. No loop keeps other messages waiting for longer than such a chunk takes."""
 MAX_PIECES: Final = 1 << 14  # sequences of one chunk
-MAX_SOURCES: Final = 1 << 10  # sources of one fetch
+MAX_SOURCES: Final = 1 << 9  # sources of one fetch: with the longest addresses, they fit a head
 MOST_LINK_BYTES: Final = 1 << 30
 """Bytes in flight on one replication link. A busy peer takes in twice that before it is lost."""
 MOST_MOVED: Final = 1 << 12  # blocks of one job, and of one ``Inventory``

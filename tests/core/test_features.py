@@ -11,13 +11,7 @@ import pytest
 from feature_examples import EXAMPLES, pairs
 
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.config.features import (
-    CONTRADICTIONS,
-    FEATURES,
-    NOT_YET,
-    TRIPLES,
-    features_on,
-)
+from fastdecode.core.config.features import CONTRADICTIONS, FEATURES, NOT_YET, TRIPLES, features_on
 from fastdecode.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -25,11 +25,7 @@ from published_configs import (
 from cost_model.shapes import read_model
 from fastdecode.cli.main import main
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import (
-    CheckpointError,
-    ConfigError,
-    UnsupportedModelError,
-)
+from fastdecode.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from fastdecode.core.model.checkpoint import check_model, open_checkpoint
 from fastdecode.core.model.families import alibi_slopes, read_model_spec
 from fastdecode.core.model.spec import ModelSpec

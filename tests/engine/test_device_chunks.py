@@ -20,16 +20,7 @@ from fastdecode.core.spec import KVSpec
 from fastdecode.engine.step.device import DeviceWorker
 from fastdecode.engine.step.reached_device import ReachedDevice
 from fastdecode.engine.step.torch_executor import TorchExecutor
-from fastdecode.wire.blocks import (
-    ChunkForm,
-    Done,
-    Fetch,
-    Forget,
-    KVSource,
-    Name,
-    Retain,
-    words_of,
-)
+from fastdecode.wire.blocks import ChunkForm, Done, Fetch, Forget, KVSource, Name, Retain, words_of
 from fastdecode.wire.messages import Close
 from rworker.inline import WORKER
 from rworker.instructions import MoveBlocks, PlaceChunk, ReadChunk

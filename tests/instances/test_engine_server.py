@@ -14,13 +14,7 @@ from fastdecode.core.delta import Delta
 from fastdecode.core.sequence import Request, SamplingParams
 from fastdecode.engine.instances.server import EngineServer, RequestLimits
 from fastdecode.engine.service import EngineService, Snapshot
-from fastdecode.wire.instances import (
-    Deltas,
-    EngineNumbers,
-    FromEngine,
-    StatusReport,
-    Submit,
-)
+from fastdecode.wire.instances import Deltas, EngineNumbers, FromEngine, StatusReport, Submit
 
 LIMITS = RequestLimits(vocab_size=100, max_model_len=50)
 GOOD = Request("good", (1, 2), SamplingParams(), 3, seed=0)

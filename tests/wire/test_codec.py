@@ -23,7 +23,9 @@ from values import replace
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
+from fastdecode.core.holders import KVSource
 from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.wire.blocks import MAX_SOURCES, Fetch, words_of
 from fastdecode.wire.buffers import in_one_array
 from fastdecode.wire.codec import ALIGNMENT, KINDS, MAX_HEAD_BYTES, Codec, read_prefix
 from fastdecode.wire.instances import Cancel, InstanceSays, ToInstance
@@ -129,6 +131,12 @@ def test_long_text_is_cut() -> None:
     decoded = CODEC.decode(in_one_piece(Failed("r0", "internal_error", "é" * MAX_TEXT_CHARS * 2)))
     assert isinstance(decoded, Failed)
     assert decoded.message == "é" * (MAX_TEXT_CHARS - 3) + "..."
+
+
+def test_a_fetch_with_the_most_sources_and_longest_addresses_fits() -> None:
+    source = KVSource("a" * 256, 2**63 - 1, 0, 1, 0, 1, 0, 1, is_held=True)
+    fetch = Fetch(2**63 - 1, words_of([bytes(16)]), (source,) * MAX_SOURCES)
+    assert CODEC.decode(in_one_piece(fetch)).source == fetch.source
 
 
 def test_fields_that_fill_no_head_travel_as_a_body() -> None:
