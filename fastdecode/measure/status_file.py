@@ -30,11 +30,9 @@ def engine_status(
     stats: Callable[[], EngineStats],
     progress: Callable[[], Mapping[str, Any]] = dict,
 ) -> Look:
-    """Return what reads an engine's figures, by the names of a server's ``/status.json``.
-
-    ``stats`` returns the engine's totals, ``progress`` those of a job.
-    """
-    figures: dict[str, Any] = {}
+    """Return what reads an engine's figures, by the names of a server's ``/status.json``. ``stats``
+    returns the engine's totals, ``progress`` those of a job."""
+    figures, taken = dict[str, Any](), threading.Event()
 
     def look(is_over: bool) -> tuple[str, Mapping[str, Any]]:
         from fastdecode.engine.instances.client import status_of
@@ -42,9 +40,12 @@ def engine_status(
         def take(running: Any) -> None:
             nonlocal figures
             figures = status_of(running)
+            taken.set()
 
-        if not is_over:
-            service.look(take)
+        taken.clear()
+        service.look(take)
+        if is_over and service.snapshot().state == "ready":
+            taken.wait(EVERY_S)  # the last status counts all steps
         snapshot, totals = service.snapshot(), stats()
         return snapshot.state, {
             "model": model,
@@ -62,9 +63,8 @@ def engine_status(
 def status_file(
     path: Path | None, command: str, look: Look, tell: Callable[[str], None]
 ) -> Iterator[None]:
-    """Write a status until the context ends, and then once more how the command ended.
-
-    A failure to write is reported once, and ends no work. Without a path nothing is written."""
+    """Write a status until the context ends, and then once more how the command ended. A failure to
+    write is reported once, and ends no work. Without a path nothing is written."""
     if path is None:
         yield
         return

@@ -51,6 +51,8 @@ def test_the_status_file_says_how_a_run_ended(
     status = json.loads((run / "status.json").read_text())
     assert (status["state"], status["done"], status["total"]) == ("ended", 6, 6)
     assert status["eta_s"] == 0 and status["generation_tokens"] == 72
+    summary = json.loads((run / "summary.json").read_text())
+    assert status["figures"]["num_steps"] == summary["steps"], "it counts the last steps, too"
     assert main(["top", str(run / "status.json")]) == 0
     told = capsys.readouterr().out
     assert "fastdecode generate" in told and "6/6, 0 failed, ETA 0:00:00" in told

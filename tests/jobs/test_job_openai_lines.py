@@ -21,13 +21,7 @@ from fastdecode.core.sequence import (
     SamplingParams,
     TokenLogprob,
 )  # fmt: skip
-from fastdecode.jobs.formats import (  # fmt: skip
-    LineError,
-    OpenAILines,
-    SimpleLines,
-    identifier,
-    output_fields,
-)
+from fastdecode.jobs.formats import LineError, OpenAILines, SimpleLines, identifier, output_fields
 from fastdecode.openai.answers import usage, usage_of
 from fastdecode.openai.body_errors import BodyError
 from fastdecode.openai.requests import (

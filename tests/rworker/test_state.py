@@ -98,13 +98,7 @@ def test_options_are_checked(option: str) -> None:
 
 def test_nothing_goes_before_hello_but_shutdown() -> None:
     worker, begin = Worker(), step_of((1, 0, 1))
-    for message in (
-        Close(1),
-        Open(1, 1),
-        Open(2, 1, 1, parent_id=1),
-        begin,
-        attend(begin, 0),
-    ):
+    for message in (Close(1), Open(1, 1), Open(2, 1, 1, parent_id=1), begin, attend(begin, 0)):
         worker.fails(message, "first message must be Hello")
     assert worker.tell(Shutdown()) == (Stop(),)
 
