@@ -165,13 +165,13 @@ class SpawnedLosses(Losses):
         self._path = directory.with_suffix(".lost")
         crash_in_spawned(monkeypatch, {name: after}, self._path)
 
+    @property
     def num_lost(self) -> int:
         return int(self._path.exists())
 
 
 class ThreadLosses(Losses):
-    """R-workers of engines that are made from now on are threads, and the one of this
-    name crashes after so many layers."""
+    """Makes R-workers threads, and crashes the one of this name after ``after`` layers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, after: int) -> None:
         def trouble() -> None:
