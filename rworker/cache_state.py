@@ -28,6 +28,7 @@ from fastdecode.wire.messages import (
     Open,
     Refused,
 )
+from fastdecode.wire.traits import Role
 from rworker.blocks.appending import Appended, past_of
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES, KVStore
 from rworker.checks import check_arrays, check_counts, checked_keys
@@ -154,15 +155,19 @@ class CacheState:
             return Refused(sequence, error.code, error.message)
         return Accepted(sequence)
 
-    def lengthen(self, sequence: int, num_tokens: int) -> Appended | None:
-        """Give a replica's sequence blocks for its first tokens, which come later. None if it has
-        them."""
-        ids = np.array([sequence], np.int64)
-        present = int(self.store.num_tokens(ids)[0])
-        if present >= num_tokens:
+    def lengthen(self, fork: Open) -> Appended | None:
+        """Give a replica's sequence blocks for tokens that a fork shares and that come later. None
+        if it has them, or the fork will be refused."""
+        parent, num_tokens = fork.parent_id, fork.num_tokens
+        if self.hello.role is not Role.NEIGHBOUR or parent == NO_PARENT or fork.keys is not None:
             return None
-        appended = self.store.append(ids, np.array([num_tokens - present], np.int32))
-        self.arrived.setdefault(sequence, present)
+        store, present = self.store, self.store.num_tokens_of(parent)
+        has_gap = store.tables.row(parent) in store.tables.gaps
+        is_refused = fork.sequence_id in store or fork.num_reserved_tokens < num_tokens or has_gap
+        if is_refused or present >= num_tokens:
+            return None
+        appended = store.append(np.array([parent]), np.array([num_tokens - present], np.int32))
+        self.arrived.setdefault(parent, present)
         return appended
 
     def store_tokens(
@@ -199,7 +204,7 @@ class CacheState:
                 f"sequence {sequence} is in an open step: close it after the step's last layer"
             )
         if message.tail:
-            if self.num_settled(sequence) < int(self.store.num_tokens(np.array([sequence]))[0]):
+            if self.num_settled(sequence) < self.store.num_tokens_of(sequence):
                 raise ProtocolError(f"sequence {sequence} is not complete in every layer")
             self.store.close(sequence, tail_key=bytes.fromhex(message.tail))
         else:
@@ -208,7 +213,7 @@ class CacheState:
 
     def num_settled(self, sequence: int) -> int:
         """Count the tokens of a sequence that every layer has."""
-        present = int(self.store.num_tokens(np.array([sequence], np.int64))[0])
+        present = self.store.num_tokens_of(sequence)
         return self.steps.settled.get(sequence, self.arrived.get(sequence, present))
 
     def settled(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -16,11 +16,9 @@ from typing import NoReturn, TypeAlias
 
 import numpy as np
 
-from cpu_kernels import BlockLayout
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.blocks import (
-    NO_PARENT,
     SESSION_RESUMED,
     BlockData,
     ChunkForm,
@@ -84,6 +82,7 @@ from rworker.instructions import (
 from rworker.serving_terms import ANYBODY_ONCE, ServingTerms
 from rworker.step_plan import attend, begin_step, copies
 from rworker.stream.checks import check_read, shape_of, store_chunk
+from rworker.stream.chunks import layout_of
 from rworker.stream.taking_over import nothing_of, take_over, truncate, wanted_of
 
 _OfCache: TypeAlias = KeptToRWorker | TierToRWorker | StoreChunk | Replicate
@@ -182,7 +181,7 @@ class RWorkerState:
         gone = self._peers.pop(peer, _Peer())
         done: list[Instruction] = []
         if gone.role is Role.NEIGHBOUR and self._has_session(gone.session) and not is_torn:
-            self._caches.leave(peer)  # its replicas are what the session goes on with
+            self._caches.leave(peer)  # its replicas are what the session continues with
         if gone.has_job and may_return:
             self.num_lost += 1
             if self._serving.keep_s > 0:
@@ -291,7 +290,7 @@ class RWorkerState:
             )
         kv = hello.kv
         try:
-            layout = BlockLayout(kv.num_kv_heads, kv.head_dim, kv.dtype.value, kv.block_size)
+            layout = layout_of(kv)
         except ValueError as error:
             raise ConfigError(f"the KV cache asked for can't be laid out: {error}") from None
         resumed = self._caches.resume(number, hello) if hello.resumes else None
@@ -402,10 +401,10 @@ def _of_cache(number: int, cache: HolderCache, message: _OfCache) -> tuple[Instr
     """Return what follows from a message of the cache's owner."""
     books = cache.books
     match message:
-        case Open() | Extend():
-            return *_shared(cache, message), *_answered(number, cache, message)
-        case Truncate():
-            return _answered(number, cache, message)
+        case Open() | Extend() | Truncate():
+            shared = books.lengthen(message) if isinstance(message, Open) else None
+            copied = () if shared is None else copies(cache, shared)
+            return *copied, *_answered(number, cache, message)
         case StoreChunk():
             appended, shape, places = store_chunk(books, message)
             place = PlaceChunk(cache.holder, shape, places, message.data)
@@ -421,7 +420,7 @@ def _of_cache(number: int, cache: HolderCache, message: _OfCache) -> tuple[Instr
             return (DropStored(cache.holder, tuple(checked_keys(message.keys))),)
         case Replicate(keeper, link_bytes, link, timeout_s):
             if keeper and not books.hello.session:
-                raise ProtocolError("a cache of no session can't be replicated: nobody could go on")
+                raise ProtocolError("a cache without a session can't have a replica to take over")
             cache.is_replicated = bool(keeper)
             return (LinkReplica(number, cache.holder, books, keeper, link_bytes, link, timeout_s),)
         case Close():
@@ -431,17 +430,6 @@ def _of_cache(number: int, cache: HolderCache, message: _OfCache) -> tuple[Instr
         case Forget():
             books.forget(message)
     return _followed(cache, message)
-
-
-def _shared(cache: HolderCache, message: Open | Extend) -> tuple[Instruction, ...]:
-    """Make room at a replica for what a new sequence shares with another before it has come."""
-    books = cache.books
-    if isinstance(message, Extend) or message.parent_id == NO_PARENT:
-        return ()
-    if books.hello.role is not Role.NEIGHBOUR:
-        return ()
-    appended = books.lengthen(message.parent_id, message.num_tokens)
-    return () if appended is None else copies(cache, appended)
 
 
 def _fence(name: str, number: int, before: int) -> tuple[Instruction, ...]:

@@ -71,6 +71,10 @@ class KVStore:
             return np.array([self.tables.leading(row) for row in rows.tolist()], np.int64)
         return lengths
 
+    def num_tokens_of(self, sequence_id: int) -> int:
+        """As ``num_tokens``, of one sequence."""
+        return self.tables.leading(self.tables.row(sequence_id))
+
     def block_tables(self, sequence_ids: NDArray[np.int64]) -> NDArray[np.int32]:
         """Copy the sequences' block tables, [N, most blocks of any of them]. Entries past a table's
         end are meaningless block ids."""

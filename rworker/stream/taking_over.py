@@ -27,8 +27,7 @@ def truncate(books: CacheState, message: Truncate) -> Accepted | Refused:
     sequence, num_tokens = message.sequence_id, message.num_tokens
     books.steps.check_at_rest(sequence)
     if books.hello.role is Role.NEIGHBOUR:  # it may lack some of those that stay
-        ids = np.array([sequence], np.int64)
-        num_tokens = min(num_tokens, int(books.store.num_tokens(ids)[0]))
+        num_tokens = min(num_tokens, books.store.num_tokens_of(sequence))
     try:
         books.store.truncate(sequence, num_tokens)
     except CapacityError as error:

@@ -54,9 +54,10 @@ def test_a_fork_may_share_tokens_that_are_still_to_come() -> None:
     worker.tell(chunk((2, 6, 1)))
     assert worker.answer(Truncate(1, 9)) == Accepted(1), "as many as it has"
     worker.tell(chunk((1, 6, 2)))
+    worker.fails(Open(2, 10, 9, parent_id=1), "sequence 2 is open already")
     for sequence, length in ((1, 8), (2, 7)):
-        cache = worker.state.cache_of(0)
-        assert cache.books.num_settled(sequence) == length
+        books = worker.state.cache_of(0).books
+        assert books.num_settled(sequence) == books.store.num_tokens_of(sequence) == length
         assert worker.tell(Close(sequence)) == ()
 
 
