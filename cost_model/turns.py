@@ -21,8 +21,7 @@ import numpy as np
 from cost_model.printing import table
 from cost_model.traces import Count, Seconds, decoded, located
 from fastdecode.core.errors import ConfigError, Given
-from fastdecode.schedule.cache.costs import CostTable
-from fastdecode.schedule.cache.retention import TierPolicy, is_short
+from fastdecode.schedule.cache.retention import CostTable, TierPolicy, is_short
 
 
 class TracedTurn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,8 +67,7 @@ class Tier:
         self.num_blocks = 0
         self._held: dict[int, list[int]] = {}
         self._cost = cache(lambda block: policy.cost_of((block + 1) * block_size))
-        self._rows = np.ones((3, 64))  # first block's cost, blocks, last_s, by conversation
-        self._rows[1] = 0
+        self._rows = np.zeros((3, 64))  # blocks, first block's cost, last_s, by conversation
 
     def blocks(self, conversation: int) -> list[int]:
         """Return a conversation's blocks in order. Not to be changed."""
@@ -81,27 +79,25 @@ class Tier:
         self._rows[2, conversation] = last_s
         self._set(conversation, blocks)
 
-    def leave(self, now_s: float) -> tuple[int, list[int]] | None:
-        """Evict blocks of the conversation with the lowest score, the first of equal ones. Return
-        the conversation and these blocks. None if the tier is empty."""
-        held = np.flatnonzero(self._rows[1])
+    def leave(self, now_s: float) -> tuple[int, int] | None:
+        """Evict a block of the conversation with the lowest score, the first of equal ones. Return
+        the conversation and the block. None if the tier is empty."""
+        held = np.flatnonzero(self._rows[0])
         if not len(held):
             return None
-        first_costs, _, last_s = self._rows[:, held]
-        scores = self._policy.score(first_costs, last_s, now_s)
+        scores = self._policy.score(*self._rows[1:, held], now_s)
         conversation = int(held[np.argmin(scores)])
         blocks = self._held[conversation]
         leaving = self._policy.leaving(blocks)
-        num = len(leaving)
-        self._set(conversation, blocks[num:] if leaving[0] == blocks[0] else blocks[:-num])
+        self._set(conversation, blocks[1:] if leaving == blocks[0] else blocks[:-1])
         return conversation, leaving
 
     def _set(self, conversation: int, blocks: list[int]) -> None:
         self.num_blocks += len(blocks) - len(self.blocks(conversation))
         self._held[conversation] = blocks
-        self._rows[1, conversation] = len(blocks)
+        self._rows[0, conversation] = len(blocks)
         if blocks:
-            self._rows[0, conversation] = self._cost(blocks[0])
+            self._rows[1, conversation] = self._cost(blocks[0])
 
 
 class TierSimulator:
@@ -161,24 +157,23 @@ class TierSimulator:
         upper, lower = (self._tokens(found, tier.blocks(found.number)) for tier in tiers)
         return upper, lower, found.num_tokens - upper - lower
 
-    def _move_down(self, found: _Conversation, blocks: list[int], now_s: float) -> None:
-        """Move as many blocks as ever fit to the lower tier, and drop the others."""
-        fitting, rest = blocks[: self._lower_slots], blocks[self._lower_slots :]
-        while self._lower.num_blocks + len(fitting) > self._lower_slots:
+    def _move_down(self, found: _Conversation, block: int, now_s: float) -> None:
+        """Move a block to the lower tier, if there is one. Drop a block for it if that is full."""
+        if not self._lower_slots:
+            self._drop(found, block, now_s)
+            return
+        if self._lower.num_blocks == self._lower_slots:
             leaving = self._lower.leave(now_s)
-            assert leaving is not None, "an empty tier has capacity"
+            assert leaving is not None
             self._drop(self._by_number[leaving[0]], leaving[1], now_s)
-        if fitting:
-            num_tokens = self._tokens(found, fitting)
-            held = sorted([*self._lower.blocks(found.number), *fitting])
-            self._lower.hold(found.number, held, found.last_s)
-            self.totals.num_moved_down += num_tokens
-            self._add_row(now_s, "swap_out", found.name, num_tokens)
-        if rest:
-            self._drop(found, rest, now_s)
+        num_tokens = self._tokens(found, [block])
+        held = sorted([*self._lower.blocks(found.number), block])
+        self._lower.hold(found.number, held, found.last_s)
+        self.totals.num_moved_down += num_tokens
+        self._add_row(now_s, "swap_out", found.name, num_tokens)
 
-    def _drop(self, found: _Conversation, blocks: list[int], now_s: float) -> None:
-        num_tokens = self._tokens(found, blocks)
+    def _drop(self, found: _Conversation, block: int, now_s: float) -> None:
+        num_tokens = self._tokens(found, [block])
         self.totals.num_dropped += num_tokens
         self._add_row(now_s, "drop", found.name, num_tokens)
 

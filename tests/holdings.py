@@ -19,17 +19,13 @@ class Holding:
 
 def victim_of(
     policy: TierPolicy, holdings: Sequence[Holding], now_s: float, block_size: int
-) -> tuple[Holding, list[int]] | None:
-    """Who goes, and which blocks; all are looked at. None: nobody has any."""
+) -> tuple[Holding, int] | None:
+    """Return the conversation that evicts, and which block. None if no block is left."""
     filled = [each for each in holdings if each.blocks]
     if not filled:
         return None
     scores = [
-        policy.score(
-            policy.cost_of((each.blocks[0] + 1) * block_size),
-            each.last_s,
-            now_s,
-        )
+        policy.score(policy.cost_of((each.blocks[0] + 1) * block_size), each.last_s, now_s)
         for each in filled
     ]
     holding = filled[scores.index(min(scores))]

@@ -142,8 +142,7 @@ def run_simulate(args: argparse.Namespace) -> int:
 
 def _run_turns(args: argparse.Namespace, workers: Workers) -> int:
     from cost_model.turns import TierSimulator, as_json, as_text, read_turns
-    from fastdecode.schedule.cache.costs import FLAT_TO_HALF
-    from fastdecode.schedule.cache.retention import POLICIES, policy_of
+    from fastdecode.schedule.cache.retention import FLAT_TO_HALF, POLICIES, policy_of
 
     asked = read_options(args, Conversations)
     (num_blocks, *others) = workers.blocks()

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from cost_model.turns import TierSimulator, TracedTurn, read_turns
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
-from fastdecode.schedule.cache.costs import FLAT_TO_HALF
-from fastdecode.schedule.cache.retention import POLICIES, policy_of
+from fastdecode.schedule.cache.retention import FLAT_TO_HALF, POLICIES, policy_of
 
 Event = tuple[float, str, int, int]
 

@@ -10,8 +10,13 @@ from published_configs import LLAMA2_7B, MISTRAL_7B
 
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.schedule.cache.blocks import Index
-from fastdecode.schedule.cache.costs import CostTable, costs_of
-from fastdecode.schedule.cache.retention import LeastRecent, Retention, is_short
+from fastdecode.schedule.cache.retention import (
+    CostTable,
+    LeastRecent,
+    Retention,
+    costs_of,
+    is_short,
+)
 
 SIZE = 32
 COSTS = CostTable({32: 1.0, 1024: 2.0})
@@ -96,7 +101,7 @@ def test_the_order_is_that_of_the_simulated_policy_block_by_block() -> None:
     for _ in range(40):
         victim = victim_of(policy, holdings, 100, SIZE)
         assert victim is not None
-        holding, (block,) = victim
+        holding, block = victim
         holding.blocks.remove(block)
         expected.append(f"{holding.name}{block * SIZE}")
     assert expected[:8] == ["C0", "C32", "A0", "A32", "A64", "A96", "A128", "A160"]
@@ -147,7 +152,7 @@ def test_the_end_of_what_was_idle_for_longest_goes_first() -> None:
     tokens = {"A": (1000, 90), "B": (300, 40), "C": (100, -20)}
     holdings = [Holding(name, list(range(n)), last) for name, (n, last) in tokens.items()]
     oldest = victim_of(LeastRecent(), holdings, 100, 1)
-    assert oldest is not None and (oldest[0].name, oldest[1]) == ("C", [99])
+    assert oldest is not None and (oldest[0].name, oldest[1]) == ("C", 99)
 
 
 def test_the_threshold_is_strict() -> None:

@@ -24,8 +24,7 @@ from fastdecode.engine.setup.memory import (
     StepSizes,
     plan_memory,
 )
-from fastdecode.schedule.cache.costs import costs_of
-from fastdecode.schedule.cache.retention import Retention
+from fastdecode.schedule.cache.retention import Retention, costs_of
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.hybrid.control import MAX_LANES as MAX_HYBRID_LANES
 from fastdecode.schedule.hybrid.control import HybridOptions

@@ -11,17 +11,21 @@ conversation share their beginnings with others, so their ends go first.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.schedule.cache.costs import FLAT_TO_HALF, CostTable
+from fastdecode.core.model.spec import ModelSpec
+from fastdecode.core.spec import AttentionSpec
 
 POLICIES: Final = ("retention", "lru")
 _INSTANT_S: Final = 1e-9  # least idle time
 _BEYOND_ALL_TOKENS: Final = float(1 << 25)  # more than any sequence has
+_LENGTHS: Final = tuple(1 << bits for bits in range(6, 21))  # tokens for which costs are counted
 
 Values: TypeAlias = NDArray[np.float64]
 
@@ -37,6 +41,48 @@ conversations that share it, tokens up to its end, and whether no other such blo
 Columns: TypeAlias = NDArray[np.void]
 
 NumberT = TypeVar("NumberT", float, Values)
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Cost of a block by the tokens up to its end, measured at some lengths, else linear.
+
+    Args:
+        costs: cost by tokens, of two lengths at least. Only ratios matter.
+    """
+
+    costs: Mapping[int, float]
+
+    def __post_init__(self) -> None:
+        assert len(self.costs) >= 2 and min(self.costs.values()) > 0
+        object.__setattr__(self, "costs", dict(sorted(self.costs.items())))
+
+    def __call__(self, num_tokens: int) -> float:
+        lengths = list(self.costs)
+        at = min(max(1, bisect_left(lengths, num_tokens)), len(lengths) - 1)
+        low, high = lengths[at - 1], lengths[at]
+        slope = (self.costs[high] - self.costs[low]) / (high - low)
+        return self.costs[low] + (num_tokens - low) * slope
+
+
+FLAT_TO_HALF: Final = CostTable({64: 1.0078125, 4096: 1.5})
+"""Attention to 4,096 tokens costs half of what the rest of a token's work costs."""
+
+
+def costs_of(spec: ModelSpec) -> CostTable:
+    """Return costs by a token's floating-point operations. 1 stands for all but its attention."""
+    weights = 2.0 * sum(map(spec.active_layer_parameters, range(spec.num_layers)))
+    costs = {}
+    for length in _LENGTHS:
+        attention = sum(_flops(layer, length) for layer in spec.attention)
+        costs[length] = 1 + attention / weights
+    return CostTable(costs)
+
+
+def _flops(layer: AttentionSpec, num_tokens: int) -> float:
+    """Count the operations of attending to the tokens that a layer sees."""
+    seen = min(num_tokens, layer.sliding_window or num_tokens)
+    return 4.0 * layer.num_q_heads * layer.head_dim * seen
 
 
 class Policy(Protocol):
@@ -66,7 +112,7 @@ class TierPolicy(Protocol):
             last_s: when it was active last.
         """
 
-    def leaving(self, blocks: list[int]) -> list[int]:
+    def leaving(self, blocks: list[int]) -> int:
         """Return which of its blocks it evicts: the first, or the last."""
 
 
@@ -88,8 +134,8 @@ class Retention:
     def score(self, first_cost: NumberT, last_s: NumberT, now_s: float) -> NumberT:
         return first_cost / (now_s - last_s + _INSTANT_S)
 
-    def leaving(self, blocks: list[int]) -> list[int]:
-        return blocks[:1]
+    def leaving(self, blocks: list[int]) -> int:
+        return blocks[0]
 
 
 @dataclass(frozen=True)
@@ -106,8 +152,8 @@ class LeastRecent:
     def score(self, first_cost: NumberT, last_s: NumberT, now_s: float) -> NumberT:
         return last_s
 
-    def leaving(self, blocks: list[int]) -> list[int]:
-        return blocks[-1:]
+    def leaving(self, blocks: list[int]) -> int:
+        return blocks[-1]
 
 
 def policy_of(name: str, block_size: int, cost: CostTable = FLAT_TO_HALF) -> TierPolicy:

@@ -71,11 +71,11 @@ class Adoptions:
             if not self._grants.forget_asked(life, holder) or self._cache.has_gap(life.sequence):
                 self._start_again(life, holder)
             elif life.pending in (None, PendingAction.RECOVER):
-                self._wait(life, holder)
+                self._wait(life)
             else:
                 self._endings.settle(life)
 
-    def _wait(self, life: SequenceRecord, holder: HolderId) -> None:
+    def _wait(self, life: SequenceRecord) -> None:
         sequence_id = life.sequence.sequence_id
         if life.pending is None:
             self._resuming[sequence_id] = _Resuming(life)
