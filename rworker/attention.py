@@ -113,6 +113,7 @@ class AttentionExecutor:
         self._threads: dict[str, Any] = {"num_threads": num_threads}
         if team is not None:
             self._threads["team"] = team
+        self._chunk_options: dict[str, Any] = {"kernels": kernels, **self._threads}
         self._clock = clock
         self._kernels = kernels
         self._caches: dict[HolderId, _Cache] = {}
@@ -171,13 +172,13 @@ class AttentionExecutor:
 
     def place(self, place: PlaceChunk) -> None:
         """Write a chunk into blocks."""
-        pool, options = self._caches[place.holder].pool, {"kernels": self._kernels, **self._threads}
-        place_chunk(place.shape, pool, place.places, place.data, **options)
+        pool = self._caches[place.holder].pool
+        place_chunk(place.shape, pool, place.places, place.data, **self._chunk_options)
 
     def read(self, read: ReadChunk) -> NDArray[np.uint8]:
         """Return a chunk's data. It holds for as long as something refers to it."""
-        pool, options = self._caches[read.holder].pool, {"kernels": self._kernels, **self._threads}
-        return read_chunk(read.shape, pool, read.places, self._buffers.take, **options)
+        pool, take = self._caches[read.holder].pool, self._buffers.take
+        return read_chunk(read.shape, pool, read.places, take, **self._chunk_options)
 
     def drop(self, drop: Drop) -> None:
         """Free a holder's cache; one that never came to be is none."""

@@ -56,7 +56,7 @@ class HolderCache:
 
 
 class Caches:
-    """See the module.
+    """Caches by holder.
 
     Args:
         kv_bytes: memory for all caches.

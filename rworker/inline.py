@@ -36,7 +36,7 @@ class InlineConnection:
         self.peer = f"R-worker {state.name}"
         self._name = state.name
         self._answers = _Answers()
-        # None: it has ended. It reaches no others.
+        # None once it has ended. It reaches no other R-workers.
         self._worker: RWorker | None = RWorker(self._answers, state, executor)
         self._requests: deque[ToRWorker] = deque()
         self._closed = False
@@ -93,10 +93,10 @@ class InlineConnection:
         return not self._closed and self._worker is not None
 
     def _handle(self, message: ToRWorker, worker: RWorker) -> None:
-        goes_on = False
+        continues = False
         try:
-            goes_on = worker.obey(worker.state.handle(WORKER, message))
-            goes_on = goes_on and not self._answers.are_over
+            continues = worker.obey(worker.state.handle(WORKER, message))
+            continues = continues and not self._answers.are_over
         except Exception as error:
             self._answers.send(last_words(self._name, error))
         except BaseException:
@@ -104,7 +104,7 @@ class InlineConnection:
             self._answers.send(Failed(self._name, "interrupted", "it was interrupted"))
             raise
         finally:
-            if not goes_on:
+            if not continues:
                 self._end()
 
     def _end(self) -> None:

@@ -22,7 +22,7 @@ from rworker.tiers.tier import MoveJob
 if TYPE_CHECKING:
     from rworker.cache_state import CacheState
 
-RESTORER: Final = -2  # the peer that speaks what a replica's file says
+RESTORER: Final = -2  # stands for the peer whose messages are read from a replica's file
 OVER: Final = -1  # stands for a link's number: the link ends
 
 
@@ -55,7 +55,7 @@ class Prepare:
     """``AttentionSpec`` of each layer."""
     activation_dtype: DType
     is_on_disk: bool = False
-    """Its memory is a file, as other caches have all the memory."""
+    """True if its memory is a file, as other caches have all the memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +167,7 @@ class ReadChunk:
     holder: HolderId
     shape: ChunkShape
     places: NDArray[np.int64]
-    """As of ``PlaceChunk``."""
+    """As in ``PlaceChunk``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,19 +183,18 @@ class SendBlocks:
 
 @dataclass(frozen=True, eq=False)
 class LinkReplica:
-    """Have a neighbour keep a replica of a holder's cache from now on, in the
-    place of the neighbour that did so before."""
+    """Keep a replica of a holder's cache at a neighbour, in place of the neighbour that had it."""
 
     to: int
     """The peer that gets reports of how far the replica has come."""
     holder: HolderId
     books: CacheState
     keeper: str
-    """The neighbour's address, or ``ON_DISK``; empty: nobody keeps one any more."""
+    """The neighbour's address, or ``ON_DISK``. Empty to end the replica."""
     link_bytes: int
     number: int
     timeout_s: float
-    """How long the neighbour may stay silent while it owes an answer."""
+    """Longest silence of a neighbour that owes an answer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,7 +208,7 @@ class ReadReplica:
 
 @dataclass(frozen=True)
 class RemoveReplica:
-    """No file has a holder's replica of a link up to this one any more."""
+    """Remove the files of a holder's replica, up to those of this link."""
 
     holder: HolderId
     session: int
@@ -218,7 +217,7 @@ class RemoveReplica:
 
 @dataclass(frozen=True)
 class Follow:
-    """A holder's cache has changed, and its replica is to."""
+    """Let a holder's replica follow a change of its cache."""
 
     holder: HolderId
     change: KeptToRWorker

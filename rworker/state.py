@@ -91,7 +91,7 @@ _OfCache: TypeAlias = KeptToRWorker | TierToRWorker | StoreChunk | Replicate
 
 @dataclass
 class _Peer:
-    """What a peer has said of itself."""
+    """A peer's role and session, as its messages give them."""
 
     role: Role | None = None
     session: int = 0
@@ -234,7 +234,7 @@ class RWorkerState:
         if peer is None:
             peer = self._peers[number] = _Peer()
         said_by = getattr(message, "said_by", ANYBODY)  # at run time it may be no message at all
-        # A peer that hasn't said who it is has no cache either.
+        # A peer without a role has no cache either.
         if peer.role is not None and peer.role not in said_by:
             raise ProtocolError(f"a {peer.role.value} may not say that")
         match message:

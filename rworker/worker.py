@@ -11,7 +11,7 @@ from functools import partial
 from typing import Final, Protocol
 
 from fastdecode.core.clock import Clock
-from fastdecode.core.errors import FastDecodeError, WorkerError, assert_never
+from fastdecode.core.errors import ConfigError, FastDecodeError, WorkerError, assert_never
 from fastdecode.core.holders import HolderId
 from fastdecode.core.host.facts import this_host
 from fastdecode.wire.blocks import BlockData, Inventory
@@ -159,10 +159,10 @@ class RWorker:
             logger.info("R-worker %s goes on without a peer: %s", self.state.name, error)
         else:
             tell(self.peers, error.index, last_words(self.state.name, error))
-        goes_on = self.obey((HangUp(error.index, may_return=error.code == CLOSED),))
+        continues = self.obey((HangUp(error.index, may_return=error.code == CLOSED),))
         if self.state.kept:
             logger.info("R-worker %s keeps the KV cache of a lost S-worker", self.state.name)
-        return goes_on
+        return continues
 
     def _compute(self, compute: Compute) -> None:
         """Answer with a layer. Report failed blocks that it read before."""
@@ -235,7 +235,9 @@ class RWorker:
         files, restorer, is_torn = self.behind.files, _Restorer(), False
         worker = RWorker(restorer, self.state, self.executor, self.behind)
         try:
-            for message in () if files is None else files.read(order):
+            if files is None:
+                raise ConfigError("this R-worker has no disk for replicas")
+            for message in files.read(order):
                 is_torn = True
                 worker.obey(self.state.handle(RESTORER, message))
                 is_torn = False
@@ -244,7 +246,8 @@ class RWorker:
         except (FastDecodeError, OSError) as error:
             restorer.refusal = str(error)
         holder, refusal = order.message.holder, restorer.refusal
-        logger.info("holder %d's replica was read: %s", holder, refusal or "all")
+        found = f"wasn't read to its end: {refusal}" if refusal else "was read"
+        logger.info("holder %d's replica %s", holder, found)
         self.obey(self.state.lost(RESTORER, is_torn=is_torn))
         return self.obey(self.state.restored(order))
 
@@ -357,7 +360,7 @@ def serve_next(
     try:
         peer, message = hub.receive_any(min(waits_s, default=None))
     except WorkerError as error:
-        return _go_on(worker, error, is_waiting=bool(waits_s))
+        return _without_message(worker, error, is_waiting=bool(waits_s))
     if grace_period is not None:
         grace_period.look(state)
     try:
@@ -367,7 +370,7 @@ def serve_next(
         return worker.obey((HangUp(peer, is_torn=True),))
 
 
-def _go_on(worker: RWorker, error: WorkerError, *, is_waiting: bool) -> bool:
+def _without_message(worker: RWorker, error: WorkerError, *, is_waiting: bool) -> bool:
     """Return whether the loop continues without a message."""
     if isinstance(error, PeerLostError):
         return worker.lose(error)

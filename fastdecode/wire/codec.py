@@ -8,7 +8,7 @@ A message travels as a **head** and a **body**::
 
 Everything is little-endian. In msgpack an array is its **header**, bytes: dtype u8, number of dims
 u8, dims u32 each. In one piece, the body starts at the first multiple of 64 behind the head. ZeroMQ
-sends each array in frames of its own, without padding.
+sends each array in its own frames, without padding.
 
 The codec refuses what a peer sent with ``ProtocolError``, before any state is touched, unless all
 of this holds: magic, version, lengths; a tag that this side receives; every field within its type

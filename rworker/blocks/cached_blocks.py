@@ -134,12 +134,12 @@ class CachedBlocks:
         self.forget(idle)
 
     def begin(self, message: Retain | Fetch) -> MoveJob:
-        """Begin the job that a message asks for. The blocks of a fetch are taken, and have their
-        keys, at once.
+        """Begin the job that a message asks for. The blocks of a fetch are taken, and
+        have their keys, immediately.
 
         Raises:
             ProtocolError: If the job's number is in use, a block to store is not here, a block to
-                fetch is here, or there is no room for it.
+                fetch is here, or no blocks are free for it.
         """
         number, keys = message.job, tuple(checked_keys(message.keys))
         if number in self.jobs or not 1 <= len(keys) <= MOST_MOVED:

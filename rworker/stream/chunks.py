@@ -17,7 +17,7 @@ from fastdecode.wire.codec import aligned
 
 @lru_cache(64)  # caches have few shapes, and every chunk asks for the same
 def layout_of(kv: KVSpec) -> BlockLayout:
-    """Return how a cache's blocks lie. Raises ValueError: If there are none like that."""
+    """Return how a cache's blocks lie. Raises ValueError: If that is not possible."""
     return BlockLayout(kv.num_kv_heads, kv.head_dim, kv.dtype.value, kv.block_size)
 
 

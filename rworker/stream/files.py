@@ -2,8 +2,8 @@
 
     record  num_bytes u32 | crc32 u32 of the message | message
 
-What is torn or damaged is noticed before any of it is used. Nobody but its owner may read or write
-a file.
+What is torn or damaged is noticed before any of it is used. Only its owner may read or write a
+file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RecordWriter:
     """Appends records to a new file that only its owner may use.
 
     Args:
-        path: a name that nobody has yet.
+        path: a name that no file has yet.
 
     Raises:
         OSError: If it can't be made, or written (all methods).

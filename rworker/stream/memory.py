@@ -62,7 +62,7 @@ def read_chunk(
         np.take(rows, some, 1, data.reshape(len(rows), *some.shape, -1), "clip")
         return data
     data = take(shape.num_bytes)
-    for start, end in shape.gaps:  # what the memory held before is nobody's business
+    for start, end in shape.gaps:  # what the memory held before must not leave
         data[start:end] = 0
     for index, layer in enumerate(shape.layers):
         k, v, scales = shape.tokens(data, index)

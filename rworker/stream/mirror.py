@@ -13,8 +13,8 @@ Blocks that the cache keeps beyond their sequences are kept by the replica, too
 A cache that holds something already is mirrored in the same way: its sequences
 are opened and forked as they share blocks, and everything is behind.
 
-A block that the cache keeps, and of which a sequence has a part, lies twice in the replica. If the
-cache is full, the neighbour may refuse that: the replica ends, and another one may begin.
+A cached block of which a sequence has a part is stored twice in the replica. If the cache is full,
+the neighbour may refuse that: the replica ends, and another one may begin.
 
 Nothing here does I/O: the link's owner sends ``next`` for as long as it gives
 something, and hands in what the neighbour answers.
@@ -54,7 +54,7 @@ class _Due:
     num_bytes: int
     """Bytes of K and V that it answers for."""
     steps: Steps
-    """That are there with it, in every layer."""
+    """Steps that are there with it, in every layer."""
 
 
 class Mirror:

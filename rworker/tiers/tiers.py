@@ -26,7 +26,7 @@ POLL_S: Final = 0.002
 
 
 class Tiers:
-    """See the module. One thread calls.
+    """Tiers by holder. One thread calls.
 
     Args:
         disk: where cached blocks may go. None if nowhere.

@@ -104,7 +104,6 @@ class BackgroundTransfers:
         self._tell = tell
         self._clock = clock
         self.files: Final = files
-        """See the class."""
         self._replicas: dict[HolderId, ReplicaTransfer] = {}
         self._numbers: dict[HolderId, int] = {}  # of the last replica of each, which may be over
         self._num_ended = 0  # steps, since replicas had a unit

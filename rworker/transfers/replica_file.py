@@ -86,10 +86,10 @@ class ReplicaFiles:
         )
 
     def read(self, order: ReadReplica) -> Iterator[ToRWorker]:
-        """Return what the file of a holder's last link says, up to where it ends or is damaged.
+        """Return the messages in the file of a holder's last link, up to its end or damage.
 
         Raises:
-            ConfigError: If there is none, or where it is not to be used any further.
+            ConfigError: If there is none, or where it is damaged.
         """
         stem = _stem(order.message.session, order.message.holder)
         numbers = [number for number, _ in self._files(stem)]
@@ -156,7 +156,7 @@ def settle(path: Path) -> None:
 
 
 def _new(path: Path) -> Path:
-    """Return where the file is that is to take another's place."""
+    """Return the path of the file that will replace ``path``."""
     return path.with_name(path.name + _NEW)
 
 

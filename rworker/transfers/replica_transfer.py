@@ -33,7 +33,7 @@ class ReplicaTransfer:
         sink: where the replica goes.
 
     Raises:
-        FastDecodeError: If it can't be there.
+        FastDecodeError: If the replica can't be there.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ReplicaTransfer:
         self._holder, self._number = order.holder, order.number
         self._order, self._memory, self._sink, self._clock = order, memory, sink, clock
         self._copies = [self._begin()]
-        """The replica; and behind it the one that is to take its place."""
+        """The replica, and behind it the one that will take its place."""
         self._most_bytes = sink.most_bytes
 
     def _begin(self) -> _Copy:
@@ -94,7 +94,7 @@ class ReplicaTransfer:
         return held
 
     def _keep(self, copy: _Copy, error: FastDecodeError) -> None:
-        """Keep the replica from before, as the new one has failed. It may grow as long again."""
+        """Keep the previous replica, as the new one has failed. It may grow as much again."""
         logger.warning("the replica of holder %d grows: %s", self._holder, error)
         for each in self._copies[1:]:
             each.close()
@@ -133,7 +133,7 @@ class _Copy:
         self.may_send = False
         """Whether there may be something to send."""
         self.num_bytes = 0
-        """Of K and V that were sent."""
+        """Bytes of K and V that were sent."""
         link.send(self.mirror.hello, self._welcome)
 
     @property

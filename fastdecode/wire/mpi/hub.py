@@ -148,7 +148,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             return message
 
     def close(self) -> None:
-        """See ``Connection``. The hub's ``close`` waits until what was sent before has left."""
+        """Close this side. The hub's ``close`` waits until what was sent before has left."""
         with self.job.lock:
             if not self.is_closed:
                 self.is_closed, self.is_open = True, False
@@ -207,7 +207,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             self.fail(lost if why else closed_error(self.peer, by_peer=True))
 
     def fail(self, error: WorkerError) -> None:
-        """Receive nothing more; what came before the peer has closed is received first."""
+        """Receive nothing more; what arrived before the peer has closed is received first."""
         self.end = error
         if error.code != CLOSED:
             self._drop_inbox()
@@ -368,7 +368,7 @@ class MpiJob:
         moves nothing by itself."""
         signed_s, has_failed = 0.0, False
         while True:
-            self._rests = True  # `on_left` from here on is noticed
+            self._rests = True  # a later `on_left` is noticed
             began_s, waits_since = time.monotonic(), self.waits_since
             is_due = began_s - signed_s >= _SIGN_INTERVAL_S
             # A caller that waits looks after things itself, and so does a thread that is in MPI.
@@ -376,7 +376,7 @@ class MpiJob:
                 try:
                     if self.is_over:
                         return
-                    self.advance()  # signs that came while this process was stopped count
+                    self.advance()  # signs that arrived while this process was stopped count
                     if is_due:
                         signed_s = began_s
                         self._give_signs()
@@ -467,7 +467,7 @@ class MpiJob:
                 look_until_found(self.has_all_left, _GOODBYE_S)
 
     def on_error(self, error: MPI.Exception, reached: int | None = None) -> None:
-        """Find out which ranks have died. Without a library that says so, all are lost. ``reached``
+        """Find out which ranks have died. If the library can't tell, all are lost. ``reached``
         is lost in any case: a rank that MPI can't reach."""
         ranks, why = list(range(self.size)), error.Get_error_string()
         with contextlib.suppress(MPI.Exception, NotImplementedError):
@@ -582,7 +582,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
         return self.wait(self._look, timeout_s, self.connections)
 
-    def wait(self, look: Callable[[], T | None], timeout_s: float | None, whom: Iterable[Any]) -> T:
+    def wait(self, look: Callable[[], T | None], timeout_s: float | None, ends: Iterable[Any]) -> T:
         """Return what ``look`` finds, as soon as it finds something."""
         if self._woken is not None:
             found = look_until_found(look, timeout_s, self._woken)
@@ -594,7 +594,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
                 self._job.waits_since = None
                 self.on_left()
         if found is None:
-            names = " or ".join(x.peer for x in whom if x.is_open)
+            names = " or ".join(x.peer for x in ends if x.is_open)
             raise timeout_error(names, timeout_s or 0.0)
         return found
 

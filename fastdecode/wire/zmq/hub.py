@@ -7,7 +7,7 @@ way is lost. Both sides' ZeroMQ threads exchange heartbeats whatever Python does
 peer up. ZeroMQ drops what doesn't speak its protocol or hasn't the key.
 
 A message is one multipart message: its head, then its arrays as frames of at most
-``MAX_FRAME_BYTES``. An empty one says that this side has closed. One of a single byte only asks
+``MAX_FRAME_BYTES``. An empty one means that this side has closed. One of a single byte only asks
 ZeroMQ if the peer is still there.
 """
 
@@ -50,7 +50,7 @@ _ARE_YOU_THERE: Final = b"\0"
 MAX_FRAME_BYTES: Final = 4 << 20
 """More is cut, so that a peer that only connects can't make us take more memory."""
 _COPIED_BYTES: Final = 1 << 15
-"""ZeroMQ copies frames up to this size: that is quicker than to tell when larger ones have left."""
+"""ZeroMQ copies frames up to this size: to find out when larger ones have left is slower."""
 _ASK_INTERVAL_S: Final = 1.0
 _SLICE_S: Final = 0.05
 """Between two looks of a wait at whether another thread has closed the connection."""
@@ -176,7 +176,7 @@ class ZmqConnection:
 
     def close(self) -> None:
         end, self._end = self._end, closed_error(self.peer, by_peer=False)
-        with self._hub.lock:  # a thread that waits sees the end, and lets go of the lock
+        with self._hub.lock:  # a thread that waits sees the end, and releases the lock
             if not self.readable:
                 return
             self.readable, self.is_reached = [], False
@@ -191,7 +191,7 @@ class ZmqConnection:
                 self.socket.close()
 
     def ask(self) -> None:
-        """Note, now and then, if the peer is gone: ZeroMQ says so when something is sent."""
+        """Note, now and then, if the peer is gone: ZeroMQ reports it when something is sent."""
         now = time.monotonic()
         if now - self._asked_s >= _ASK_INTERVAL_S:
             self._asked_s = now
@@ -247,7 +247,7 @@ class SocketHub:
         raise NotImplementedError
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, Any]:
-        """See ``Hub``; ``wake`` ends it like a deadline."""
+        """Wait for any peer's next message; ``wake`` ends it like a deadline."""
         received = self.wait(self._poll_any, self._readable, timeout_s)
         if received is None:
             names = " or ".join(x.peer for x in self.connections if x.is_open)
@@ -506,21 +506,21 @@ class ZmqListener(SocketHub):
             peer = self._peers.get(identity)
             if peer is not None and peer.is_open:
                 peer.inbox.append(frames)
-            elif len(frames[0]) > 1:  # else one that was lost speaks on
+            elif len(frames[0]) > 1:  # else a lost peer still sends
                 try:
                     self._greet(identity, frames)
                 except Exception as error:  # of a peer that is not a member, perhaps
                     self._refuse(identity, frames[0].buffer, error)
 
     def _greet(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
-        """Give a peer that says what it is a connection, if there is room for its role."""
+        """Give a peer that sends its role a connection, if there is room for that."""
         head = frames[0].buffer
         read_prefix(head)
         kind = kind_of(head)
         hello: Any = self._codec.decode(head, frames=frames[1:]) if kind is Hello else None
         role = _ROLES.get(kind) if hello is None else hello.role
         if role is None:
-            return  # one that was lost speaks on
+            return  # a lost peer still sends
         taken = [x.peer for x in self.connections if x.is_open and x.role is role]
         if len(taken) >= self._most_peers.get(role, 0):
             others = f"serves another {role.value} ({', '.join(taken)})"
@@ -536,7 +536,7 @@ class ZmqListener(SocketHub):
         self._peers = {x.route[0]: x for x in self.connections if x.is_open}
 
     def _refuse(self, identity: bytes, head: memoryview, error: Exception) -> None:
-        """Say why to a peer that speaks as we do."""
+        """Send the reason to a peer that speaks our protocol."""
         if not isinstance(error, ProtocolError) or bytes(head[:3]) != NAME:
             logger.debug("%s: what a stranger sent is dropped: %s", self.address, error)
             return
