@@ -85,7 +85,8 @@ class Tier:
         held = np.flatnonzero(self._rows[0])
         if not len(held):
             return None
-        scores = self._policy.score(*self._rows[1:, held], now_s)
+        first_costs, last_s = self._rows[1:, held]
+        scores = self._policy.score(first_costs, last_s, now_s)
         conversation = int(held[np.argmin(scores)])
         blocks = self._held[conversation]
         leaving = self._policy.leaving(blocks)

@@ -104,7 +104,7 @@ class EngineService:
         self._drained: list[SimpleQueue[None]] = []
         self._num_steps = 0
         self._ended_s: float | None = None  # ``time.monotonic()`` at the end of the last step
-        self._latest_s: deque[float] = deque([0.0], maxlen=NUM_LATEST_STEPS)  # what steps took
+        self._latest_s: deque[float] = deque(maxlen=NUM_LATEST_STEPS)  # what steps took
         self._numbers = EngineNumbers()
         self._is_draining = False
         self._is_closing = False  # it ends as soon as the step in flight is over
@@ -207,13 +207,15 @@ class EngineService:
 
     def snapshot(self) -> Snapshot:
         """How it is; never waits for a step."""
+        longest_s = max(self._latest_s.copy(), default=0.0)  # the engine's thread adds to it
+        numbers = structs.replace(self._numbers, longest_step_s=longest_s)
         if self._is_over:
-            return Snapshot("closed", self._numbers, self._broken)
+            return Snapshot("closed", numbers, self._broken)
         if self._served is None:
-            return Snapshot("starting", self._numbers)
+            return Snapshot("starting", numbers)
         if self._broken is not None:
-            return Snapshot("broken", self._numbers, self._broken)
-        return Snapshot("draining" if self._is_draining else "ready", self._numbers)
+            return Snapshot("broken", numbers, self._broken)
+        return Snapshot("draining" if self._is_draining else "ready", numbers)
 
     def when_drained(self) -> SimpleQueue[None]:
         """Where None will be put once no request is open."""
@@ -360,12 +362,11 @@ class EngineService:
         self._numbers = EngineNumbers(
             self._num_steps,
             self._ended_s,
-            max(self._latest_s),
-            served.engine.num_unfinished_sequences,
-            served.engine.num_running,
-            served.num_r_workers,
-            served.num_live_r_workers,
-            served.has_hung_r_workers,
+            num_unfinished=served.engine.num_unfinished_sequences,
+            num_running=served.engine.num_running,
+            num_r_workers=served.num_r_workers,
+            num_live_r_workers=served.num_live_r_workers,
+            has_hung_r_workers=served.has_hung_r_workers,
         )
 
     def _break_down(self, error: BaseException) -> None:

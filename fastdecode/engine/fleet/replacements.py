@@ -286,11 +286,10 @@ class SpareHub:
         self._clock = clock
         self._num_workers = len(addresses)
         num_places = self._num_workers - num_spares
-        self._placed: list[Any] = list(hub.connections[:num_places])
+        self._connections: list[Any] = list(hub.connections[:num_places])
         self._indices = list(range(num_places))  # in the whole hub, by places
         self.addresses = list(addresses[:num_places])
-        """What R-workers call each other, by their places. Where a spare R-worker is to take a
-        place, it is the spare one's."""
+        """What R-workers call each other, by their places."""
         self._spares = {
             index: SpareConnection(hub.connections[index], addresses[index])
             for index in range(num_places, self._num_workers)
@@ -299,8 +298,9 @@ class SpareHub:
 
     @property
     def connections(self) -> Sequence[Any]:
-        """Those to the R-workers in their places, and behind these those to other peers."""
-        return [*self._placed, *self.whole.connections[self._num_workers :]]
+        """Connections to the R-workers in their places, followed by connections to other peers."""
+        self._connections += self.whole.connections[len(self._connections) + len(self._spares) :]
+        return self._connections
 
     @property
     def num_left(self) -> int:
@@ -318,7 +318,7 @@ class SpareHub:
             except PeerLostError as error:
                 index, message = error.index, WorkerError(error.message, code=error.code)
             if index >= self._num_workers:
-                place = len(self._placed) + index - self._num_workers
+                place = index - len(self._spares)
             elif index in self._indices:
                 place = self._indices.index(index)
             else:
@@ -341,7 +341,7 @@ class SpareHub:
         return spare
 
     def replace(self, index: int, connection: Any) -> None:
-        self._placed[index] = connection
+        self._connections[index] = connection
         self._indices[index] = next(i for i, x in self._spares.items() if x is connection)
 
     def given_up(self, lost: Collection[int]) -> set[int]:

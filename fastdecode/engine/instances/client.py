@@ -72,7 +72,7 @@ class EngineClient:
         self.stranded: FastDecodeError | None = None
         """Why it runs nothing for now, though it lives."""
         self.unsent: Exception | None = None  # why a message could not be sent
-        self.num_returns = self.num_steps = 0
+        self.num_steps = 0
         self.quiet_s = 0.0  # seconds without a message from it
         self.stats = EngineStats()
         self._figures: EngineFigures | None = None
@@ -123,7 +123,7 @@ class EngineClient:
 
     def came_back(self, welcome: InstanceWelcome) -> None:
         """Use it again: it was lost, and has nothing of what it had."""
-        self.num_returns, self.quiet_s = self.num_returns + 1, 0.0
+        self.quiet_s = 0.0
         self.broken = self.stranded = self.unsent = self._num_live = None
         if self.welcome is None:
             self.role = welcome.role
