@@ -40,9 +40,8 @@ MOST_DOCS = 4249  # lines of Markdown under ``docs/``
 MOST_IN_A_STEP = (51, 2_446)
 MOST_IN_A_LOSS = (32, 430)
 MOST_IN_A_TAKEOVER = (44, 1_050)
-"""Files and function lines that a plain decode step enters, that the loss of an R-worker enters
-beyond an undisturbed run, and the same with a replica that takes over. When an R-worker's thread
-crashes decides about a few functions: 29 files and 381 lines, 41 and 948 were measured."""
+"""Files and function lines of a plain decode step, of the loss of an R-worker, and of one with a
+replica that takes over. A loss's moment decides about a few: 381 and 948 lines were measured."""
 
 
 def _num_lines(directory: str, pattern: str) -> int:
