@@ -221,9 +221,8 @@ def metrics_page() -> Iterator[str]:
 def messages_page() -> Iterator[str]:
     """Every message of the protocol."""
     yield from ("# Messages on the wire", "", MADE, "")
-    yield f"Protocol version {PROTOCOL_VERSION}. The protocol itself is the docstring of"
-    yield from ("`fastdecode/wire/messages.py`.", "", "| number | message | module | said by |")
-    yield "|---|---|---|---|"
+    yield f"Protocol version {PROTOCOL_VERSION}, described in `fastdecode/wire/messages.py`."
+    yield from ("", "| number | message | module | said by |", "|---|---|---|---|")
     for number, kind in sorted(KINDS.items()):
         speakers = getattr(kind, "said_by", None)
         said_by = ", ".join(sorted(each.value for each in speakers)) if speakers else ""

@@ -278,7 +278,14 @@ class StagePass(Asking, frozen=True, tag=45, eq=False):
         check_rows(() if self.closed_ids is None else self.closed_ids, closed=self.closed)
 
 
-StageMessage: TypeAlias = StageHello | StagePass | PlaceColumn | GreetColumn
+class Meeting(Message, frozen=True, tag=48):
+    """S-workers of a stage that act as one meet: the others send their host to the first, which
+    answers with a path. An empty one means that they are on several hosts."""
+
+    text: Text
+
+
+StageMessage: TypeAlias = Meeting | StageHello | StagePass | PlaceColumn | GreetColumn
 OfMember: TypeAlias = (
     StageAnswer | ColumnTakenOver | ColumnWelcome | Done | Inventory | ReplicationNews
 )

@@ -9,7 +9,6 @@ a host: they exchange partial sums twice a layer.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.s_part import SPart
-from fastdecode.core.errors import ConfigError, Given
+from fastdecode.core.errors import ConfigError, Given, WorkerError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
@@ -25,6 +24,8 @@ from fastdecode.engine.setup.resolve import ResolvedConfig, kept_by_rank, resolv
 from fastdecode.engine.setup.s_worker import load_stage, prepare
 from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.ranks import StageRanks, launched_size, local_rank
+from fastdecode.wire.stages import Meeting
+from fastdecode.wire.transport import CLOSED
 from sworker.dtypes import torch_dtype
 from sworker.failures import typed_start
 from sworker.paged import PagedKV
@@ -38,14 +39,8 @@ if TYPE_CHECKING:
 
 
 def check_launched(s_part: SPart, *, has_r_workers: bool = True) -> None:
-    """
-    Args:
-        has_r_workers: ranks beside the S-workers; False: the devices keep K and V.
-
-    Raises:
-        ConfigError: there are to be S-workers that act as one, and no MPI
-            launcher has started this process.
-    """
+    """Raise ConfigError if S-workers shall act as one and no MPI launcher started this process.
+    ``has_r_workers``: False if the devices keep K and V."""
     if s_part.tp == 1 or launched_size() is not None:
         return
     stages = f" --pp {s_part.pp}" if s_part.pp > 1 else ""
@@ -60,11 +55,11 @@ def check_launched(s_part: SPart, *, has_r_workers: bool = True) -> None:
 
 
 def meet_ranks(resolved: ResolvedConfig) -> Ranks:
-    """This rank's part of a stage's S-workers, connected with the others.
+    """Return this rank's part of a stage's S-workers, connected with the others.
 
     Raises:
-        ConfigError: not started by an MPI launcher, with too few ranks, or on several hosts.
-        WorkerError: the others didn't come, or have ended.
+        ConfigError: If no MPI launcher started this, or too few ranks, or on several hosts.
+        WorkerError: If the others haven't come, or have ended.
     """
     s_part, roles = resolved.config.s_part, resolved.ranks
     check_launched(s_part)
@@ -83,11 +78,9 @@ def meet_ranks(resolved: ResolvedConfig) -> Ranks:
 
 
 def resolve_rank(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
-    """Resolve for one of an engine's S-workers: all ranks of the MPI job are that engine's.
-
-    A rank takes the GPU of its place among the host's S-workers, counted from the one that was
-    asked for, as far as any launcher tells it.
-    """
+    """Resolve for one of an engine's S-workers, where all ranks of the job are that engine's. A
+    rank takes the GPU of its place among the host's S-workers, counted from the one that was asked
+    for, as far as the launcher tells it."""
     s_part = config.s_part
     place = StageRanks(s_part.pp, s_part.tp).place(mpi_job.join().rank)
     number = place if s_part.pp == 1 else max(place, local_rank())
@@ -97,12 +90,12 @@ def resolve_rank(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
 def mirror_leader(
     config: EngineConfig, resolve: Callable[[EngineConfig, ModelSpec], ResolvedConfig]
 ) -> None:
-    """What all but the first of the S-workers do that act as one, from loading
-    their part of the model until that one lets them go.
+    """Be one of the S-workers that act as one with the first: load a part of the model, and serve
+    until the first lets it go.
 
     Raises:
-        ConfigError, ModelError: as on rank 0.
-        WorkerError: another rank is gone.
+        ConfigError, ModelError: If rank 0 raises it.
+        WorkerError: If another rank is lost.
     """
     checkpoint = open_checkpoint(config.model, config.s_part.load_format)
     planned = checkpoint.spec(max_model_len=config.s_part.max_model_len)
@@ -122,7 +115,7 @@ def mirror_leader(
 
 
 class _KeptByRank:
-    """See ``sworker.ranks.kv.KVMaker``."""
+    """Makes KV caches on this rank's device, as ``sworker.ranks.kv.KVMaker`` does."""
 
     def __init__(self, spec: ModelSpec, resolved: ResolvedConfig, ranks: Ranks) -> None:
         self._kv, self._attention = kept_by_rank(spec, resolved, ranks.shard.rank)
@@ -141,29 +134,35 @@ class _KeptByRank:
 
 @contextlib.contextmanager
 def _meeting_place(job: MpiJob, members: range) -> Iterator[Path]:
-    """A path that all of these ranks know, in a directory of this user's alone;
-    gone when they have met."""
-    leader, others, tp = members[0], members[1:], len(members)
-    several_hosts = (
-        f"the {tp} S-workers of tp={tp} are on several hosts: place ranks {leader} to "
-        f"{members[-1]} on one host"
-    )
-    if job.rank != leader:
-        job.send_text(leader, job.host)
-        place = job.receive_text(leader, JOINING_TIMEOUT_S)
+    """Yield a path that all of these ranks know, in a directory of this user's alone, which is
+    removed when they have met."""
+    from fastdecode.wire.mpi.hub import MEETING_LINE, MpiHub
+
+    leader, tp = members[0], len(members)
+    leads = job.rank == leader
+    hub: MpiHub[Meeting, Meeting] = MpiHub(job, frozenset({Meeting}))
+    with contextlib.closing(hub), tempfile.TemporaryDirectory(prefix="fastdecode-") as directory:
+        for rank in members[1:] if leads else (leader,):
+            hub.connect(rank, f"rank {rank}", line=MEETING_LINE)
+        try:
+            if not leads:
+                hub.connections[0].send(Meeting(job.host))
+            texts = [each.receive(JOINING_TIMEOUT_S).text for each in hub.connections]
+            place = texts[0]
+            if leads:
+                place = f"{directory}/ranks" if {*texts} == {job.host} else ""
+                for each in hub.connections:
+                    each.send(Meeting(place))
+        except WorkerError as error:
+            code = "tp_rank_lost" if error.code == CLOSED else "tp_connect_failed"
+            raise WorkerError(
+                f"the S-workers of tp={tp} can't meet: {error.message}. Do they run with the same "
+                f"options, and are ranks {leader} to {members[-1]} S-workers?",
+                code=code,
+            ) from None
         if not place:
-            raise ConfigError(several_hosts)
+            raise ConfigError(
+                f"the {tp} S-workers of tp={tp} are on several hosts: place ranks {leader} to "
+                f"{members[-1]} on one host"
+            )
         yield Path(place)
-        return
-    hosts = [job.receive_text(rank, JOINING_TIMEOUT_S) for rank in others]
-    if any(host != job.host for host in hosts):
-        for rank in others:
-            job.send_text(rank, "")
-        raise ConfigError(several_hosts)
-    directory = tempfile.mkdtemp(prefix="fastdecode-")
-    try:
-        for rank in others:
-            job.send_text(rank, f"{directory}/ranks")
-        yield Path(directory, "ranks")
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)

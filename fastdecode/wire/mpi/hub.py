@@ -7,7 +7,6 @@ Lines that both sides know have the same number on both. ::
 
     tag GOODBYE | (nothing)                 the rank leaves the job
     tag SIGN    | (nothing)                 the rank lives
-    tag TEXT    | text                      S-workers that meet when the job begins
     line        | head, body                a small message
     line + 1    | head         line | body  a large one
     line        | (nothing)                 this side has closed
@@ -25,7 +24,7 @@ import logging
 import math
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, get_args
 
@@ -62,11 +61,12 @@ _GREETINGS: Final = frozenset(get_args(Greeting))
 _BETWEEN_STAGES: Final = frozenset((*get_args(StageMessage), *get_args(FromStage)))
 _STAGE_LINE: Final = 8  # between the stages of an engine
 CONTROL_LINE: Final = 10  # between the controller and an instance
+MEETING_LINE: Final = 12  # between S-workers of one stage, when the job begins
 
 _LINGER_S: Final = 2.0
 _LEAVING_S: Final = 5.0  # longest time for an S-worker to leave once rank 0 has left
 _INLINE_BYTES: Final = 1 << 16  # a message of up to this size travels in one piece
-_GOODBYE, _SIGN, _TEXT = range(3)
+_GOODBYE, _SIGN = range(2)
 SIGN: Final = bytearray()  # what a sign of life sends
 _LINES: Final = range(16, 32_000, 2)
 """Lines that the side that opens a connection chooses from. Lower ones are fixed."""
@@ -254,7 +254,6 @@ class MpiJob:
         self.heard_s: Final[dict[int, float]] = {}  # when each rank last gave a sign of life
         self._status = MPI.Status()
         self._numbers = itertools.count()
-        self._texts: defaultdict[int, deque[str]] = defaultdict(deque)
         self._left_s = 0.0
         self._woken = threading.Event()
         self._rests = False
@@ -265,8 +264,11 @@ class MpiJob:
         self.peers.add(rank)
         if line is None:
             line = _LINES[(2 * next(self._numbers) + (self.rank < rank)) % len(_LINES)]
-        connection = self.connections.get((rank, line))
-        return self._add(rank, line) if connection is None or connection.hub else connection
+        connection = self._find(rank, line)
+        return self._add(rank, line) if connection.hub else connection
+
+    def _find(self, rank: int, line: int) -> MpiConnection[Any, Any]:
+        return self.connections.get((rank, line)) or self._add(rank, line)
 
     def _add(self, rank: int, line: int) -> MpiConnection[Any, Any]:
         connection = self.connections[rank, line] = MpiConnection[Any, Any](self, rank, line)
@@ -299,30 +301,25 @@ class MpiJob:
             if found is None:
                 return False
             rank, line, num_bytes = status.source, status.tag, status.Get_count(MPI.BYTE)
-            if num_bytes and line > _TEXT:
+            if num_bytes:
                 self._take(found, rank, line, num_bytes)
                 return True
-            data = bytearray(num_bytes)
-            found.Recv([data, MPI.BYTE])
+            found.Recv([bytearray(), MPI.BYTE])
         except MPI.Exception as error:
             self.on_error(error)
             return False
         if line == _SIGN:
             self.heard_s[rank] = time.monotonic()
-        elif line == _TEXT:
-            self._texts[rank].append(data.decode(errors="replace"))
         elif line == _GOODBYE:
             self._lose_rank(rank)
-        elif (rank, line) in self.connections:
-            self.connections[rank, line].lose()
+        elif line < _LINES.start or (rank, line) in self.connections:
+            self._find(rank, line).lose()
         return True
 
     def _take(self, found: MPI.Message, rank: int, line: int, num_bytes: int) -> None:
         """Take in a piece of a connection's message."""
         line, is_head = line & -2, bool(line & 1)
-        connection = self.connections.get((rank, line))
-        if connection is None:
-            connection = self._add(rank, line)
+        connection = self.connections.get((rank, line)) or self._add(rank, line)
         if num_bytes > MAX_BODY_BYTES:
             error = ProtocolError(f"it sends {num_bytes} bytes at once")
             connection.fail(unreadable(connection.peer, error))
@@ -346,16 +343,17 @@ class MpiJob:
 
     def advance(self) -> None:
         """Take in all that is here. Free pieces that have left, and connections that are over."""
-        while self.take_in():
-            pass
-        for _ in range(len(self.in_flight)):
-            self.let_go()
-            self.in_flight.rotate(-1)
-        for place, connection in list(self.connections.items()):
-            if connection.hub is None:
-                self._claim(connection)
-            if connection.is_closed and connection.is_gone:
-                del self.connections[place]
+        with self.lock:
+            while self.take_in():
+                pass
+            for _ in range(len(self.in_flight)):
+                self.let_go()
+                self.in_flight.rotate(-1)
+            for place, connection in list(self.connections.items()):
+                if connection.hub is None:
+                    self._claim(connection)
+                if connection.is_closed and connection.is_gone:
+                    del self.connections[place]
 
     def on_left(self) -> None:
         """Wake the pump, which moves what is under way: the caller does something else."""
@@ -407,53 +405,20 @@ class MpiJob:
         for rank in ranks - {rank for _, data, rank in self.in_flight if data is SIGN}:
             self.isend(rank, _SIGN, SIGN)
 
-    def send_text(self, rank: int, text: str) -> None:
-        """Send a short text to another S-worker's rank, when the job begins."""
-        with self.lock:
-            self.isend(rank, _TEXT, text.encode())
-
-    def receive_text(self, rank: int, timeout_s: float) -> str:
-        """Wait for the next text of a rank.
-
-        Raises:
-            WorkerError: If the rank has left, gives signs of life as R-workers do, or sends none
-                in time.
-        """
-
-        def has_come() -> bool | None:
-            return self.has_left(rank) or rank in self.heard_s or bool(self._texts[rank]) or None
-
-        is_lost = look_until_found(has_come, timeout_s)
-        if self._texts[rank]:
-            return self._texts[rank].popleft()
-        if is_lost:
-            raise WorkerError(
-                f"rank {rank} has ended before it met the other S-workers, as its own output then "
-                "says, or was started as an R-worker: the first tp ranks are S-workers",
-                code="tp_rank_lost",
-            )
-        raise WorkerError(
-            f"rank {rank} hasn't come to meet the other S-workers in {timeout_s:g} s: does it "
-            "hang, or was it started with other options than rank 0?",
-            code="tp_connect_failed",
-        )
-
-    def has_left(self, rank: int) -> bool:
-        """Return True if a rank has left or died."""
-        with self.lock:
-            self.advance()
-            return rank in self.left_s
-
     def has_all_left(self) -> bool | None:
         """Return True if nothing is in flight, else None."""
-        with self.lock:
-            self.advance()
+        self.advance()
         return None if self.in_flight else True
 
     def wait_for_end(self, timeout_s: float | None = None) -> bool:
         """Wait until rank 0 has left or died. Return False if it has died; else it decides the
         exit code."""
-        look_until_found(lambda: self.has_left(S_RANK) or None, timeout_s)
+
+        def has_left() -> bool | None:
+            self.advance()
+            return S_RANK in self.left_s or None
+
+        look_until_found(has_left, timeout_s)
         return S_RANK not in self.dead
 
     def say_goodbye(self) -> None:
@@ -522,9 +487,8 @@ class MpiHub(Generic[SendT, ReceiveT]):
         if is_hurried:
             sleep_precisely()
         if accepts:
-            with job.lock:
-                job.acceptor = self
-                job.advance()
+            job.acceptor = self
+            job.advance()
 
     def connect(
         self, rank: int, peer: str, *, line: int | None = None
@@ -537,11 +501,8 @@ class MpiHub(Generic[SendT, ReceiveT]):
         return connection
 
     def open(self, address: str) -> MpiConnection[SendT, ReceiveT]:
-        """Connect without an index: the caller polls it.
-
-        Raises:
-            ConfigError: If the address is not another rank's.
-        """
+        """Connect without an index: the caller polls it. Raises ConfigError: If the address is not
+        another rank's."""
         ranks = {link_address(rank): rank for rank in range(1, self._job.size)}
         if address not in ranks or ranks[address] == self._job.rank:
             raise ConfigError(f"{address!r} is not another R-worker of this MPI job")
@@ -645,7 +606,7 @@ def r_worker_hub(job: MpiJob, *, is_hurried: bool = True) -> MpiHub[FromRWorker,
     hub = MpiHub[FromRWorker, ToRWorker](job, TO_R_WORKER, accepts=True, is_hurried=is_hurried)
     if job.rank != S_RANK:
         with job.lock:
-            job.isend(S_RANK, _SIGN, SIGN)  # S-workers that meet see what this rank is
+            job.isend(S_RANK, MEETING_LINE, b"")  # this rank meets no S-workers
     return hub
 
 
@@ -657,11 +618,8 @@ def neighbour_hub(job: MpiJob, silence_s: float) -> MpiHub[ToRWorker, FromRWorke
 def connect_stage(
     job: MpiJob, ranks: StageRanks, stage: int, r_ranks: Sequence[int]
 ) -> tuple[MpiHub[Any, Any], dict[int, MpiConnection[Any, Any]]]:
-    """Connect a stage to its R-workers, and behind them to other stages.
-
-    Returns:
-        All connections, and those to other stages by their numbers.
-    """
+    """Connect a stage to its R-workers, and behind them to other stages. Return all connections,
+    and those to other stages by their numbers."""
     others = ranks.others(stage)
     receives = FROM_R_WORKER | _BETWEEN_STAGES | TO_R_WORKER if others else FROM_R_WORKER
     hub: MpiHub[Any, Any] = MpiHub(job, receives)

@@ -125,11 +125,8 @@ def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJ
 
 
 def load_mpi() -> Any:
-    """Return ``mpi4py.MPI``, loaded but not initialised.
-
-    Raises:
-        MissingExtraError: If there is no mpi4py, or it finds no library.
-    """
+    """Return ``mpi4py.MPI``, loaded but not initialised. Raises MissingExtraError: If there is no
+    mpi4py, or it finds no library."""
     for name, value in _OPEN_MPI_DEFAULTS.items():
         os.environ.setdefault(name, value)
     with imports_for("the MPI transport"):
@@ -155,13 +152,9 @@ def joined_at_last(*, wanted: bool) -> bool:
 
 @contextlib.contextmanager
 def watch_joining(ranks: Collection[int], *, num_here: int = 0) -> Iterator[None]:
-    """Within, end the job once this process waits for a rank in vain, and name that.
-
-    Args:
-        ranks: Ranks that this process waits for.
-        num_here: How many of them are on this host. 0 if others notice a rank that ends, so that
-            only those that were stopped are looked for.
-    """
+    """Within, end the job once this process waits for one of ``ranks`` in vain, and name that.
+    ``num_here``: how many of them are on this host. 0 if others notice a rank that ends, so that
+    only those that were stopped are looked for."""
     joined = threading.Event()
 
     def watch() -> None:
@@ -201,12 +194,8 @@ def before_ending(act: Callable[[int], object]) -> None:
 
 
 def leave(code: int, *, hung: bool = False) -> NoReturn:
-    """Leave the job, if this process is in one, and end this process. Close hubs first.
-
-    Args:
-        code: Of this process. mpirun's own says little once a rank was lost.
-        hung: Ranks were given up that no other process ends, so the launcher is asked to end all.
-    """
+    """Leave the job, if this process is in one, and end this process. Close hubs first. ``hung``:
+    ranks were given up that no other process ends, so the launcher is asked to end all."""
     signal.alarm(_LEAVING_S)  # the kernel ends this process if MPI doesn't let it go
     _flush()
     for job in _joined:
@@ -243,9 +232,7 @@ def _watch(job: MpiJob) -> None:
             job.lock.release()
             num_same = 0
     stopped = ranks_here(only_stopped=True).values()
-    whom = "some rank on this host hangs"
-    if stopped:
-        whom = f"{' and '.join(stopped)} {'has' if len(stopped) == 1 else 'have'} been stopped"
+    whom = " and ".join(f"{name} has been stopped" for name in stopped) or "a rank here hangs"
     _end_job(f"MPI hasn't returned for {STUCK_AFTER_S:g} s: {whom}, in the middle of a message")
 
 

@@ -11,8 +11,9 @@ from fastdecode.core.errors import WorkerError
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.blocks import BlockData, ChunkForm, ReadBlocks
 from fastdecode.wire.messages import PROTOCOL_VERSION, Close, Failed
-from fastdecode.wire.mpi.hub import MpiConnection, neighbour_hub, r_worker_hub
+from fastdecode.wire.mpi.hub import MpiConnection, MpiHub, neighbour_hub, r_worker_hub
 from fastdecode.wire.mpi.job import join, leave
+from fastdecode.wire.stages import Meeting
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import PeerLostError
 from fastdecode.wire.waiting import look_until_found
@@ -66,16 +67,13 @@ def ask(*numbers: int) -> MpiConnection:
     return line
 
 
-def text_of(rank: int) -> str | None:
-    with contextlib.suppress(WorkerError):  # an R-worker's text is not awaited elsewhere
-        return job.receive_text(rank, 0.0)
-    return None
-
-
+turns = MpiHub(job, frozenset({Meeting}), is_hurried=False)
+for rank in {0, 1, 2} - {job.rank}:
+    turns.connect(rank, f"rank {rank}", line=14)
 if job.rank == 0:
-    for rank in (1, 2):
-        assert look_until_found(lambda rank=rank: text_of(rank), 2 * WAIT_S) == "done"
+    assert [turns.receive_any(2 * WAIT_S)[1] for _ in range(2)] == [Meeting("done")] * 2
     leave(0)
+to_first, to_other = turns.connections
 neighbours = neighbour_hub(job, silence_s=10.0)
 early = ask(0)
 hub = r_worker_hub(job)
@@ -94,11 +92,11 @@ if job.rank == 1:
     assert all(isinstance(answer_of(line), BlockData) for line in lines)
     refused = answer_of(ask(MOST))
     assert isinstance(refused, Failed) and refused.code == "busy", refused
-    job.send_text(other, "enough")
+    to_other.send(Meeting("enough"))
 else:
-    assert look_until_found(lambda: serve() or text_of(1), 2 * WAIT_S)
+    assert look_until_found(lambda: serve() or to_other.poll(), 2 * WAIT_S)
 print(f"rank {job.rank} has read and been read", flush=True)
-job.send_text(0, "done")
+to_first.send(Meeting("done"))
 neighbours.close()
 hub.close()
 job.wait_for_end()

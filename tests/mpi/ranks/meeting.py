@@ -1,29 +1,26 @@
-"""Run by a test as two ranks: rank 1 waits for rank 0 to meet it, which comes
-late, and then leaves for good."""
+"""Run by a test as two ranks, which are to meet as S-workers. Rank 1 comes (``met``), doesn't
+(``late``), leaves (``gone``), or is an R-worker (``other``)."""
 
 from __future__ import annotations
 
+import sys
+
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.mpi.hub import MpiJob
+from fastdecode.engine.setup import ranks
+from fastdecode.wire.mpi.hub import r_worker_hub
 from fastdecode.wire.mpi.job import join, leave
 
-WAIT_S = 60.0
-
-
-def refusal(job: MpiJob, rank: int, timeout_s: float) -> str:
-    try:
-        return f"not refused: {job.receive_text(rank, timeout_s)}"
-    except WorkerError as error:
-        return f"{error.code}: {error}"
-
-
 if __name__ == "__main__":
-    job = join()
-    if job.rank == 0:
-        print("late:", refusal(job, 1, 0.1), flush=True)
-        job.send_text(1, "/a/meeting place")
-        print("met:", job.receive_text(1, WAIT_S), flush=True)
-    else:
-        job.send_text(0, job.receive_text(0, WAIT_S))
-        print("gone:", refusal(job, 0, WAIT_S), flush=True)
+    job, how = join(), sys.argv[1]
+    if job.rank == 0 or how == "met":
+        if how == "late":
+            ranks.JOINING_TIMEOUT_S = 0.1
+        try:
+            with ranks._meeting_place(job, range(2)) as place:
+                print(f"met: {place}", flush=True)
+        except WorkerError as error:
+            print(f"{how}: {error.code}: {error}", flush=True)
+    elif how != "gone":
+        hub = r_worker_hub(job) if how == "other" else None
+        job.wait_for_end()
     leave(0)
