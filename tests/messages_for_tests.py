@@ -178,7 +178,7 @@ def small_attend(*, dtype: Any = np.float32, k_tokens: int = 3) -> Attend:
 
 
 def in_frames(message: Message) -> list[bytes]:
-    """As it travels over ZeroMQ."""
+    """Its head and its arrays, as a large message travels over ZeroMQ."""
     frame = _CODEC.encode(message)
     return [frame.head, *(array.tobytes() for array in frame.arrays if array.nbytes)]
 

@@ -7,23 +7,23 @@ A message travels as a **head** and a **body**::
     body   | array | pad to 64 | array | pad to 64 | ... | array |
 
 Everything is little-endian. In msgpack an array is its **header**, bytes: dtype u8, number of dims
-u8, dims u32 each. In one piece, the body starts at the first multiple of 64 behind the head. ZeroMQ
-sends each array in its own frames, without padding.
+u8, dims u32 each. In one piece, the body starts at the first multiple of 64 behind the head. A body
+of its own may come in parts: one begins with an array, or continues one that began a part.
 
 The codec refuses what a peer sent with ``ProtocolError``, before any state is touched, unless all
 of this holds: magic, version, lengths; a tag that this side receives; every field within its type
-and bounds; every array's dtype and number of dims; arrays that fill the body. Array elements are
-left to the network's own checksums.
+and bounds; every array's dtype and number of dims; arrays that fill the body. Elements of arrays
+are left to the network's own checksums.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from math import prod
 from struct import Struct as Packer
-from typing import Any, Final, TypeAlias, Union, get_args
+from typing import Any, Final, Literal, TypeAlias, Union, get_args
 
 import msgspec
 import numpy as np
@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core import errors
 from fastdecode.core.errors import FastDecodeError, ProtocolError
+from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.instances import InstanceSays, ToInstance
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, ToRWorker
 from fastdecode.wire.stages import FromStage, StageMessage
@@ -75,10 +76,8 @@ def read_prefix(data: bytes | memoryview) -> tuple[int, int]:
                 "install the same FastDecode on every host",
                 code="protocol_version",
             )
-        raise ProtocolError(
-            f"{len(data)} bytes start with {bytes(data[:4])!r}, where a message starts with "
-            f"{_MAGIC!r}: is another program using this port?"
-        )
+        start = bytes(data[:4])
+        raise ProtocolError(f"{start!r} begins no message: is another program using this port?")
     head_bytes = _PREFIX.size + fields_bytes
     if head_bytes > MAX_HEAD_BYTES or body_bytes > MAX_BODY_BYTES:
         raise ProtocolError(
@@ -86,11 +85,6 @@ def read_prefix(data: bytes | memoryview) -> tuple[int, int]:
             f"{MAX_BODY_BYTES} are allowed"
         )
     return head_bytes, body_bytes
-
-
-def piece_bytes(head_bytes: int, body_bytes: int) -> int:
-    """Return the bytes of a message in one piece."""
-    return ((head_bytes + ALIGNMENT - 1) & -ALIGNMENT) + body_bytes if body_bytes else head_bytes
 
 
 def kind_of(head: memoryview, start: int = _PREFIX.size) -> type[Message] | None:
@@ -108,7 +102,6 @@ class Frame(msgspec.Struct, frozen=True, eq=False):
     head: bytes
     arrays: list[Array]
     body_bytes: int
-    num_bytes: int  # in one piece
 
     def in_one_piece(self) -> bytes:
         """Return head and body."""
@@ -124,9 +117,8 @@ class Frame(msgspec.Struct, frozen=True, eq=False):
         except TypeError:  # an array isn't contiguous, and a check takes time
             return b"".join(map(bytes, parts))
 
-    def write_body(self, out: memoryview) -> None:
-        """Copy the arrays into bytes [body_bytes]. Padding stays as it was."""
-        at = 0
+    def write_body(self, out: memoryview, at: int = 0) -> None:
+        """Copy the arrays into bytes [body_bytes] from ``at`` on. Padding stays as it was."""
         for array in self.arrays:
             np.ndarray(array.shape, array.dtype, out, at)[...] = array
             at = aligned(at + array.nbytes)
@@ -145,11 +137,10 @@ def _header_of(dtype: np.dtype[Any], dims: tuple[int, ...]) -> bytes:
 @lru_cache(1024)
 def _parsed(header: bytes) -> tuple[tuple[int, ...], np.dtype[Any], int, list[Any]]:
     """Return dims, dtype, bytes, and room for the types of fields that were found to fit."""
-    if type(header) is not bytes or len(header) < 2 or len(header) != 2 + 4 * header[1]:
+    code, num_dims = header[:2] if type(header) is bytes and len(header) > 1 else (255, 0)
+    if code >= len(_DTYPES) or len(header) != 2 + 4 * num_dims:
         raise ValueError("the header of an array is damaged")
-    if header[0] >= len(_DTYPES):
-        raise ValueError(f"no array has dtype {header[0]}")
-    dtype, dims = _DTYPES[header[0]], Packer(f"<{header[1]}I").unpack_from(header, 2)
+    dtype, dims = _DTYPES[code], Packer(f"<{num_dims}I").unpack_from(header, 2)
     # An array without elements, too: NumPy refuses it for its other dims.
     if prod([size or 1 for size in dims], start=dtype.itemsize) > MAX_BODY_BYTES:
         raise ValueError(f"an array of {dtype} {list(dims)} exceeds {MAX_BODY_BYTES} bytes")
@@ -160,10 +151,8 @@ def _check_type(hint: Any, dtype: np.dtype[Any], dims: tuple[int, ...]) -> None:
     """Raise ValueError if ``ndarray[tuple[int, Literal[2]], dtype[X]]``, say, has other dims."""
     shape, element = map(get_args, get_args(hint))
     kinds = [np.dtype(scalar) for scalar in get_args(element[0]) or element]
-    is_alike = len(shape) == len(dims) and all(
-        size in (get_args(dim) or (size,)) for dim, size in zip(shape, dims, strict=True)
-    )
-    if dtype not in kinds or not is_alike:
+    fits = [size in (get_args(dim) or (size,)) for dim, size in zip(shape, dims, strict=False)]
+    if dtype not in kinds or len(shape) != len(dims) or not all(fits):
         names = " or ".join(map(str, kinds))
         raise ValueError(
             f"an array of {dtype} {list(dims)} stands where {names} of {len(shape)} dims belongs"
@@ -172,32 +161,19 @@ def _check_type(hint: Any, dtype: np.dtype[Any], dims: tuple[int, ...]) -> None:
 
 class Codec:
     """Encodes and decodes the messages of one connection. One thread encodes at a time, and one
-    decodes.
+    decodes. ``receives``: kinds of messages that the peer may send."""
 
-    Args:
-        receives: Kinds of messages that the peer may send.
-        take: Gives memory to join the frames of an array in. None for fresh memory.
-    """
-
-    def __init__(
-        self,
-        receives: Iterable[type[Message]] = KINDS.values(),
-        take: Callable[[int], Array] | None = None,
-    ) -> None:
+    def __init__(self, receives: Iterable[type[Message]] = KINDS.values()) -> None:
+        self.pool: Final = BufferPool()  # memory to join the parts of an array in
         self._receives = frozenset(receives)
         self._arrays: list[Array] = []
         self._body, self._at, self._end = NOTHING, 0, 0
-        self._frames: Iterator[Any] = iter(())
-        self._take = take
+        self._parts: Iterator[Any] = iter(())
         self._encode = msgspec.msgpack.Encoder(enc_hook=self._encode_value).encode
-        long = [kind for kind in self._receives if kind.is_long]
-        self._decode = self._decoder([*self._receives, Long] if long else self._receives)
-        self._decode_long = self._decoder(long)
-
-    def _decoder(self, kinds: Iterable[type[Message]]) -> Callable[[Any], Any]:
+        kinds = (*self._receives, *[Long] * any(kind.is_long for kind in self._receives))
         # A peer that may send nothing is held to a message without a number.
-        union: Any = Union[tuple(kinds) or (Message,)]  # noqa: UP007  (known at run time)
-        return msgspec.msgpack.Decoder(union, dec_hook=self._decode_value).decode
+        union: Any = Union[kinds or (Message,)]  # noqa: UP007  (known at run time)
+        self._decode = msgspec.msgpack.Decoder(union, dec_hook=self._decode_value).decode
 
     def encode(self, message: Message) -> Frame:
         """Encode one message. Arrays are referred to, not copied. Raises ProtocolError: If it can't
@@ -205,67 +181,54 @@ class Codec:
         arrays = self._arrays = []
         try:
             fields = self._encode(message)
-        except (OverflowError, TypeError, ValueError, RecursionError) as error:
+            if len(fields) > _LONG_BYTES and message.is_long:
+                return self.encode(Long(np.frombuffer(fields, np.uint8)))
+            body_bytes = 0
+            for array in arrays:
+                body_bytes = ((body_bytes + ALIGNMENT - 1) & -ALIGNMENT) + array.nbytes
+            head = _PREFIX.pack(_MAGIC, len(fields), body_bytes) + fields
+            if len(head) > MAX_HEAD_BYTES or body_bytes > MAX_BODY_BYTES:
+                read_prefix(head)  # which refuses it
+        except (OverflowError, TypeError, ValueError, RecursionError, ProtocolError) as error:
             raise ProtocolError(f"{type(message).__name__} can't be sent: {error}") from None
-        if len(fields) > _LONG_BYTES and message.is_long:
-            return self.encode(Long(np.frombuffer(fields, np.uint8)))
-        body_bytes = 0
-        for array in arrays:
-            body_bytes = ((body_bytes + ALIGNMENT - 1) & -ALIGNMENT) + array.nbytes
-        head = _PREFIX.pack(_MAGIC, len(fields), body_bytes) + fields
-        if len(head) > MAX_HEAD_BYTES or body_bytes > MAX_BODY_BYTES:
-            raise ProtocolError(
-                f"{type(message).__name__}: a head of {len(head)} bytes and a body of {body_bytes} "
-                f"exceed the {MAX_HEAD_BYTES} and {MAX_BODY_BYTES} of a message"
-            )
-        return Frame(head, arrays, body_bytes, piece_bytes(len(head), body_bytes))
+        return Frame(head, arrays, body_bytes)
 
-    def decode(
-        self, head: Array | memoryview, body: Array = NOTHING, frames: Sequence[Any] = ()
-    ) -> Message:
-        """Decode a message in one piece, or its head and a body, or its head and arrays in frames,
-        one or several each. Arrays are views of these.
-
-        Raises:
-            ProtocolError: If this side does not receive such a message.
-        """
+    def decode(self, head: Array | memoryview, *parts: Any) -> Message:
+        """Decode a message in one piece, or its head and the parts of its body. Arrays are views of
+        these. Raises ProtocolError: If this side does not receive such a message."""
         view = memoryview(head)
         head_bytes, body_bytes = read_prefix(view)
-        came, start = sum(map(len, frames)) if frames else len(body), 0
-        if not came and len(view) == piece_bytes(head_bytes, body_bytes):
-            body, start = head, len(view) - body_bytes
-        elif len(view) != head_bytes or came > body_bytes:
-            raise ProtocolError(
-                f"{len(view)} and {came} bytes came, where a head of {head_bytes} and a body of "
-                f"{body_bytes} were announced"
-            )
-        self._body, self._at, self._end = body, start, len(body)
-        self._frames = iter(frames)
+        self._parts = iter(parts)
+        self._body, self._at, self._end = head, aligned(head_bytes), len(view)
+        if parts or not body_bytes or self._end != self._at + body_bytes:
+            self._body = next(self._parts, NOTHING)
+            self._at, self._end = 0, len(self._body)
+            if len(view) != head_bytes:
+                raise ProtocolError(
+                    f"{len(view)} bytes came, where a head of {head_bytes} and a body of "
+                    f"{body_bytes} were announced"
+                )
+        fields = view[_PREFIX.size : head_bytes]
         try:
-            message: Message = self._read(view[_PREFIX.size : head_bytes], self._decode)
+            message: Message = self._decode(fields)
             if type(message) is Long:
-                self._body, self._at, self._end = NOTHING, 0, 0
-                message = self._read(message.fields.data, self._decode_long)
+                fields = message.fields.data
+                message = self._decode(fields)
+                if not message.is_long:
+                    raise ProtocolError("it has room in a head")
+            if not -ALIGNMENT < self._end - self._at <= 0 or next(self._parts, None) is not None:
+                raise ProtocolError("its body has bytes too many")
             return message
-        finally:
-            self._body, self._frames = NOTHING, iter(())
-
-    def _read(self, fields: memoryview, decode: Callable[[Any], Any]) -> Any:
-        """Return the message with these fields, whose arrays take the whole body."""
-        try:
-            message = decode(fields)
-            if -ALIGNMENT < self._end - self._at <= 0 and next(self._frames, None) is None:
-                return message
-            raise ProtocolError("its body has bytes too many")
         except (msgspec.MsgspecError, FastDecodeError, UnicodeError, RecursionError) as error:
             kind = kind_of(fields, 0)
-            if kind is None:
-                raise ProtocolError(f"an unknown message: {error}") from None
-            if kind not in self._receives:
-                raise ProtocolError(f"{kind.__name__} is not for this side") from None
+            if kind is None or kind not in self._receives:
+                name = kind.__name__ if kind else "an unknown message"
+                raise ProtocolError(f"{name} is not for this side") from None
             names = dict(enumerate(kind.__struct_fields__, start=1))
             reason = re.sub(r"\$\[(\d+)\]", lambda at: names.get(int(at[1]), at[0]), str(error))
             raise ProtocolError(f"{kind.__name__}: {reason}") from None
+        finally:
+            self._body, self._parts = NOTHING, iter(())
 
     def _encode_value(self, value: Any) -> Any:
         """Return what stands for an array or an error in msgpack; msgspec's hook."""
@@ -285,30 +248,30 @@ class Codec:
     def _decode_value(self, hint: Any, value: Any) -> Any:
         """Return the next array of the body, or an error; msgspec's hook."""
         if hint is FastDecodeError:
-            kind, message, code = value
-            if type(message) is not str or type(code) is not str or kind not in _ERRORS:
-                raise ValueError("an error is damaged")
+            fields: Any = tuple[Literal[_ERRORS], str, str]  # type: ignore[valid-type]
+            kind, message, code = msgspec.convert(value, fields)
             return getattr(errors, kind)(message, code=code)
         dims, dtype, num_bytes, fits = _parsed(value)
         if hint not in fits:
             _check_type(hint, dtype, dims)
             fits.append(hint)
-        at = self._at
-        if at + num_bytes <= self._end:
-            self._at = (at + num_bytes + ALIGNMENT - 1) & -ALIGNMENT
-            return np.ndarray(dims, dtype, self._body, at)
-        decoded = np.ndarray(dims, dtype, self._in_frames(num_bytes))
+        if self._at + num_bytes > self._end:
+            self._next_part(num_bytes)
+        decoded = np.ndarray(dims, dtype, self._body, self._at)
+        self._at = (self._at + num_bytes + ALIGNMENT - 1) & -ALIGNMENT
         return decoded if decoded.flags.aligned else decoded.copy()
 
-    def _in_frames(self, num_bytes: int) -> Any:
-        """Return the next array's frames as one buffer."""
-        parts, came = [], 0
-        while came < num_bytes and (part := next(self._frames, None)) is not None:
+    def _next_part(self, num_bytes: int) -> None:
+        """Read on in the next part of the body, which begins with an array of ``num_bytes``, or in
+        the parts that it fills, this one included if nothing of it is read."""
+        parts = [self._body] if self._end and not self._at else []
+        came = sum(map(len, parts))
+        while came < num_bytes and (part := next(self._parts, None)) is not None:
             parts.append(part)
             came += len(part)
-        if came != num_bytes:
-            raise ValueError("its arrays go beyond its body, or do not fit its frames")
-        if len(parts) < 2:
-            return parts[0] if parts else NOTHING
-        buffers = [np.frombuffer(part, np.uint8) for part in parts]
-        return np.concatenate(buffers, out=None if self._take is None else self._take(num_bytes))
+        if 0 < self._at < self._end or came < num_bytes or (len(parts) > 1 and came > num_bytes):
+            raise ValueError("its arrays go beyond its body, or do not fit its parts")
+        if len(parts) > 1:
+            buffers = [np.frombuffer(part, np.uint8) for part in parts]
+            parts = [np.concatenate(buffers, out=self.pool.take(num_bytes))]
+        self._body, self._at, self._end = parts[0] if parts else NOTHING, 0, came

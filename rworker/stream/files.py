@@ -48,10 +48,10 @@ class RecordWriter:
         """Append a record."""
         frame = self._codec.encode(message)
         pieces = _in_pieces(frame)
-        checksum = 0
+        num_bytes, checksum = sum(map(len, pieces)), 0
         for piece in pieces:
             checksum = crc32(piece, checksum)
-        for view in (memoryview(_PREFIX.pack(frame.num_bytes, checksum)), *pieces):
+        for view in (memoryview(_PREFIX.pack(num_bytes, checksum)), *pieces):
             while view:
                 view = view[os.write(self._fd, view) :]
 

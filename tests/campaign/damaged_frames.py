@@ -1,5 +1,5 @@
 """Messages that were damaged, or forged: what reads them refuses them or takes
-them for others that a peer may send, and nobody else notices.
+them for others that a peer may send, and other peers notice nothing.
 
 Each draws its damage from a seed. Three targets, from the inside out: the codec; an R-worker's
 state machine with its real kernels, which serves an honest peer beside; and an R-worker's port.
@@ -91,7 +91,7 @@ def to_codec(number: int, chance: random.Random) -> Counter[str]:
     """What it takes for a message says the same when it is sent on."""
     counts: Counter[str] = Counter()
     messages = [*to_r_worker(), *from_r_worker()]
-    small = [message for message in messages if _CODEC.encode(message).num_bytes < 40_000]
+    small = [message for message in messages if len(in_one_piece(message)) < 40_000]
     for _ in range(number):
         found = read(damaged(chance, chance.choice(small)))
         counts["refused" if found is None else "taken for a message"] += 1
@@ -193,7 +193,7 @@ class Served:
         self.state.check_invariants()
 
     def honest_answers(self) -> list[AttendResult]:
-        """Of a prompt, a fork and some tokens."""
+        """Return the answers to a prompt, a fork and some tokens."""
         end = self.peers[self.HONEST]
         end.answers.clear()
         for message in (Open(1, 40), *self._said, Close(1), Close(2)):
@@ -263,11 +263,13 @@ def to_port(number: int, chance: random.Random) -> Counter[str]:
                 stranger.connect(address)
                 for message in any_conversation(chance, holder=1)[: chance.randrange(1, 30)] * 4:
                     is_damaged = chance.random() < 0.8
+                    whole = in_one_piece(message).tobytes()
                     head, *frames = in_frames(message)
                     if is_damaged:
-                        head = damaged(chance, message)[: len(head)]
+                        whole = damaged(chance, message)
+                        head = whole[: len(head)]
                         frames = frames[: chance.randrange(len(frames) + 3)]
-                    stranger.send_multipart([head, *frames])
+                    stranger.send_multipart(chance.choice(([whole], [head, *frames])))
                     sent += is_damaged
             connection.send(Open(sent, 8))
             answer = connection.receive(WAIT_S)

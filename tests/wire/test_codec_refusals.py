@@ -83,7 +83,7 @@ BODY = bytes(1024)
         ([69, "r0", "c", "m" * 20_000], "Failed: .* length"),
         ([6, 1, 0, 2, words(3, 2, 4, 8), KV, KV, -1], "int64 .* where float32 or uint16 of 3"),
         ([6, 1, 0, 2, words(0, 2, 4), KV, KV, -1], "where float32 or uint16 of 3 dims"),
-        ([6, 1, 0, 2, words(9, 2, 4, 8), KV, KV, -1], "no array has dtype 9"),
+        ([6, 1, 0, 2, words(9, 2, 4, 8), KV, KV, -1], "header of an array is damaged"),
         ([6, 1, 0, 2, words(0, 1, 1, 1, 1), KV, KV, -1], "of 3 dims belongs"),
         ([6, 1, 0, 2, words(0), KV, KV, -1], "of 3 dims belongs"),
         ([6, 1, 0, 2, Q[:-1], KV, KV, -1], "header of an array is damaged"),
@@ -123,7 +123,7 @@ def test_kinds_that_this_side_does_not_receive_are_refused() -> None:
 def test_only_long_messages_may_have_fields_for_a_body() -> None:
     for fields in ([66, 3], [64, words(4, 0)]):
         packed = msgspec.msgpack.encode(fields)
-        refuse(forged([64, words(4, len(packed))], packed), "Invalid value")
+        refuse(forged([64, words(4, len(packed))], packed), "room in a head|an unknown message")
     refuse(forged([64, words(4, 0)]), "an unknown message")
 
 
@@ -245,5 +245,5 @@ def test_messages_of_ever_new_shapes_take_no_more_memory() -> None:
 def test_an_array_beyond_the_bound_of_a_message_is_not_sent() -> None:
     huge = np.broadcast_to(np.zeros((1, 1, 1), np.float32), (MAX_BODY_BYTES // 4 + 1, 1, 1))
     small = np.zeros((1, 1, 1), np.float32)
-    with pytest.raises(ProtocolError, match="exceed"):
+    with pytest.raises(ProtocolError, match="are allowed"):
         CODEC.encode(Attend(0, 0, 0, huge, small, small))

@@ -65,7 +65,7 @@ MEETING_LINE: Final = 12  # between S-workers of one stage, when the job begins
 
 _LINGER_S: Final = 2.0
 _LEAVING_S: Final = 5.0  # longest time for an S-worker to leave once rank 0 has left
-_INLINE_BYTES: Final = 1 << 16  # a message of up to this size travels in one piece
+_INLINE_BYTES: Final = 1 << 16  # with a body of up to this size, a message travels in one piece
 _GOODBYE, _SIGN = range(2)
 SIGN: Final = bytearray()  # what a sign of life sends
 _LINES: Final = range(16, 32_000, 2)
@@ -115,7 +115,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             self.job.let_go()
             if self.is_closed or self.is_gone:
                 raise closed_error(self.peer, by_peer=not self.is_closed)
-            if frame.num_bytes <= _INLINE_BYTES or not frame.body_bytes:
+            if frame.body_bytes <= _INLINE_BYTES:
                 self.job.isend(self.rank, self.line, frame.in_one_piece())
             else:
                 self.job.isend(self.rank, self.line + 1, frame.head)

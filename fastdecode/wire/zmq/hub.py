@@ -6,9 +6,9 @@ R-worker. A connection that breaks is over: ZeroMQ would connect again by itself
 way is lost. Both sides' ZeroMQ threads exchange heartbeats whatever Python does, and give a silent
 peer up. ZeroMQ drops what doesn't speak its protocol or hasn't the key.
 
-A message is one multipart message: its head, then its arrays as frames of at most
-``MAX_FRAME_BYTES``. An empty one means that this side has closed. One of a single byte only asks
-ZeroMQ if the peer is still there.
+A small message is one frame. Of a larger one, the head is a frame, and each array is one or several
+of at most ``MAX_FRAME_BYTES``. An empty frame means that this side has closed. One of a single byte
+only asks ZeroMQ if the peer is still there.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from zmq.utils.monitor import parse_monitor_message
 from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerError
 from fastdecode.core.os_errors import explained
 from fastdecode.wire.blocks import ReadBlocks
-from fastdecode.wire.buffers import BufferPool
-from fastdecode.wire.codec import MAX_HEAD_BYTES, NAME, Codec, kind_of, read_prefix
+from fastdecode.wire.codec import MAX_HEAD_BYTES, NAME, Codec, aligned, kind_of, read_prefix
 from fastdecode.wire.instances import InstanceHello
 from fastdecode.wire.messages import Failed, FromRWorker, Hello, Inspect, Message, ToRWorker
 from fastdecode.wire.traits import MOST_PEERS, Role
@@ -50,7 +49,10 @@ _ARE_YOU_THERE: Final = b"\0"
 MAX_FRAME_BYTES: Final = 4 << 20
 """More is cut, so that a peer that only connects can't make us take more memory."""
 _COPIED_BYTES: Final = 1 << 15
-"""ZeroMQ copies frames up to this size: to find out when larger ones have left is slower."""
+"""ZeroMQ copies arrays up to this size: to find out when larger ones have left is slower."""
+_SMALL_BYTES: Final = 1 << 18
+"""A message whose body has up to this size is one frame: each takes calls of the system on both
+sides. It is put together in memory of a pool, since fresh pages take longer than copies."""
 _ASK_INTERVAL_S: Final = 1.0
 _SLICE_S: Final = 0.05
 """Between two looks of a wait at whether another thread has closed the connection."""
@@ -83,7 +85,7 @@ _EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | sum(_R
 _PROMPT_S: Final = 0.5
 """A peer that is not reached within this is asked why, over a TCP connection of its own."""
 _MOST_TAKEN: Final = 100
-"""Messages that a listener takes in before it looks at its connections, even in a flood."""
+"""Messages of strangers that a listener takes in before it looks at its connections."""
 _ROLES: Final[dict[type[Message] | None, Role]] = {
     Inspect: Role.READER,
     ReadBlocks: Role.READER,
@@ -113,8 +115,7 @@ class ZmqConnection:
         self._asked_s = time.monotonic()
         self._end: WorkerError | None = None
         self._hub = hub
-        self.pool = BufferPool()
-        self._codec = Codec(hub.receives, self.pool.take)
+        self._codec = Codec(hub.receives)
         hub.made.add(self)
 
     @property
@@ -128,18 +129,20 @@ class ZmqConnection:
                 raise self._end
             frame = self._codec.encode(message)
             parts: list[Any] = [*self.route, frame.head]
-            for array in frame.arrays:
-                data = np.ascontiguousarray(array)
-                if data.nbytes > _COPIED_BYTES and not message.lends:
-                    copy = self.pool.take(data.nbytes)
-                    copy[:] = data.reshape(-1).view(np.uint8)
-                    data = copy
-                if data.nbytes > MAX_FRAME_BYTES:
-                    data = data.reshape(-1).view(np.uint8)
+            if 0 < frame.body_bytes <= _SMALL_BYTES:
+                start = aligned(len(frame.head))
+                parts[-1] = whole = self._codec.pool.take(start + frame.body_bytes).data
+                whole[: len(frame.head)] = frame.head
+                frame.write_body(whole, start)
+            else:
+                for array in frame.arrays:
+                    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                    if not message.lends:
+                        copy = self._codec.pool.take(len(data))
+                        copy[:] = data
+                        data = copy
                     starts = range(0, len(data), MAX_FRAME_BYTES)
                     parts += [data[start : start + MAX_FRAME_BYTES] for start in starts]
-                elif data.nbytes:
-                    parts.append(data)
             if not self.loss:
                 try:
                     return send_parts(self.socket, parts)
@@ -165,7 +168,7 @@ class ZmqConnection:
                         self._end = closed_error(self.peer, by_peer=True)
                     elif len(head) > 1:  # or it was asked if it is there
                         try:
-                            return self._codec.decode(head.buffer, frames=arrays)
+                            return self._codec.decode(head.buffer, *arrays)
                         except Exception as error:
                             self._end = unreadable(self.peer, error)
                 elif self.loss:
@@ -184,7 +187,7 @@ class ZmqConnection:
                 with contextlib.suppress(zmq.ZMQError):
                     send_parts(self.socket, [*self.route, _GOODBYE])
             self.inbox.clear()
-            self.pool.release()
+            self._codec.pool.release()
             if self.monitor is not None:
                 self.socket.disable_monitor()
                 self.monitor.close(0)
@@ -332,8 +335,8 @@ def send_parts(socket: Socket, parts: Sequence[Any]) -> None:
     last = len(parts) - 1
     for number, part in enumerate(parts):
         flags = _NOBLOCK if number == last else _MORE_FOLLOWS
-        is_copied = (part.nbytes if isinstance(part, np.ndarray) else 0) <= _COPIED_BYTES
-        socket.send(part, flags, copy=is_copied)
+        is_lent = isinstance(part, np.ndarray) and len(part) > _COPIED_BYTES
+        socket.send(part, flags, copy=not is_lent)
 
 
 def receive_parts(socket: Socket) -> list[zmq.Frame]:
@@ -481,7 +484,8 @@ class ZmqListener(SocketHub):
         self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def take_in(self, connection: ZmqConnection) -> None:
-        self._take_in_all()
+        while not connection.inbox and self._take_in_next():
+            pass
         if not connection.inbox:
             connection.ask()
 
@@ -490,50 +494,54 @@ class ZmqListener(SocketHub):
 
     def _poll_any(self) -> tuple[int, Any] | None:
         with self.lock:
-            self._take_in_all()
+            self._take_in_next()
             while (found := super()._poll_any()) is None:
                 if not any(x.inbox and x.is_open for x in self.connections):
                     break
             return found
 
-    def _take_in_all(self) -> None:
-        """Give each connection what has arrived for it, and peers that greet a new one."""
+    def _take_in_next(self) -> bool:
+        """Take in messages up to one of a connection, which a greeting makes. Return False if none
+        came."""
         for _ in range(_MOST_TAKEN):
             # To poll takes a third of what a receive takes that fails.
             if not zmq.zmq_poll(self._items[:1], 0) or not (parts := receive_parts(self._socket)):
-                return
+                break
             identity, frames = parts[0].bytes, parts[1:]
             peer = self._peers.get(identity)
-            if peer is not None and peer.is_open:
+            if peer is None or not peer.is_open:
+                peer = self._greet(identity, frames)
+            if peer is not None:
                 peer.inbox.append(frames)
-            elif len(frames[0]) > 1:  # else a lost peer still sends
-                try:
-                    self._greet(identity, frames)
-                except Exception as error:  # of a peer that is not a member, perhaps
-                    self._refuse(identity, frames[0].buffer, error)
+                return True
+        return False
 
-    def _greet(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
-        """Give a peer that sends its role a connection, if there is room for that."""
+    def _greet(self, identity: bytes, frames: Sequence[zmq.Frame]) -> ZmqConnection | None:
+        """Return a new connection if a peer sends its role, and there is room for that."""
         head = frames[0].buffer
-        read_prefix(head)
-        kind = kind_of(head)
-        hello: Any = self._codec.decode(head, frames=frames[1:]) if kind is Hello else None
-        role = _ROLES.get(kind) if hello is None else hello.role
-        if role is None:
-            return  # a lost peer still sends
-        taken = [x.peer for x in self.connections if x.is_open and x.role is role]
-        if len(taken) >= self._most_peers.get(role, 0):
-            others = f"serves another {role.value} ({', '.join(taken)})"
-            why = f"it {others}" if taken else f"it takes no {role.value}"
-            raise ProtocolError(why, code="busy")
+        try:
+            read_prefix(head)
+            kind = kind_of(head)
+            hello: Any = self._codec.decode(head, *frames[1:]) if kind is Hello else None
+            role = _ROLES.get(kind) if hello is None else hello.role
+            if role is None:
+                return None  # a lost peer still sends
+            taken = [x.peer for x in self.connections if x.is_open and x.role is role]
+            if len(taken) >= self._most_peers.get(role, 0):
+                others = f"serves another {role.value} ({', '.join(taken)})"
+                why = f"it {others}" if taken else f"it takes no {role.value}"
+                raise ProtocolError(why, code="busy")
+        except Exception as error:  # of a peer that is not a member, perhaps
+            self._refuse(identity, head, error)
+            return None
         peer = f"the {role.value} at {frames[0].get('Peer-Address')}"
         connection = ZmqConnection(self, peer, self._socket, [identity])
         connection.role = role
-        connection.inbox.append(frames)
         closed = (index for index, other in enumerate(self.connections) if not other.readable)
         index = next(closed, len(self.connections))
         self.connections[index : index + 1] = [connection]
         self._peers = {x.route[0]: x for x in self.connections if x.is_open}
+        return connection
 
     def _refuse(self, identity: bytes, head: memoryview, error: Exception) -> None:
         """Send the reason to a peer that speaks our protocol."""
