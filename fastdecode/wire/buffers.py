@@ -1,8 +1,7 @@
 """Memory that messages are received into and sent from, used again and again.
 
-It lies in huge pages where the system grants them: an MPI rank that copies a
-message out of another's memory has the kernel look up every page of it, which
-takes longer than copying does.
+It lies in huge pages where the system grants them. An MPI rank that copies a message out of
+another's memory has the kernel look up every page of it, which takes longer than the copy.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Pages(mmap.mmap):
     """Memory of this process alone, in huge pages where the system grants them."""
 
     unpin: Callable[[], object] | None = None
-    """What tells a device's driver that it has ended, if one was told of it."""
+    """Called at its end: a device's driver unpins it. None if none has pinned it."""
     address: int = 0  # start of the used part, at a huge page's boundary
     num_bytes: int = 0  # of the used part
 
@@ -35,8 +34,7 @@ class Pages(mmap.mmap):
 
 
 def map_pages(num_bytes: int) -> memoryview:
-    """Fresh memory that begins at a huge page's boundary, and is given back
-    when nobody refers to it any more."""
+    """Return fresh memory that begins at a huge page's boundary, until it is freed."""
     pages = Pages(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # of a kernel that has none
@@ -48,7 +46,7 @@ def map_pages(num_bytes: int) -> memoryview:
 
 
 def pages_of(array: NDArray[Any]) -> Pages | None:
-    """The mapping that an array lies in; None: it is other memory."""
+    """Return the mapping that an array lies in. None if it is other memory."""
     owner: Any = array
     while isinstance(owner, (np.ndarray, memoryview)):
         owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
@@ -56,12 +54,11 @@ def pages_of(array: NDArray[Any]) -> Pages | None:
 
 
 class BufferPool:
-    """Lends buffers. One is free again as soon as nobody refers to it or to any
-    view of it: there is no giving back, and so no giving back too early. (NumPy
-    views refer to the buffer, not to one another, and CPython counts.)
+    """Lends buffers. One is free again once no reference to it or to a view of it is left. NumPy
+    views refer to the buffer, not to one another, and CPython counts references.
 
     Args:
-        idle_bytes: free buffers beyond so much memory are let go.
+        idle_bytes: Free buffers beyond this much memory are dropped.
     """
 
     def __init__(self, idle_bytes: int = 1 << 28) -> None:
@@ -86,7 +83,7 @@ class BufferPool:
         return slab[:num_bytes]
 
     def release(self) -> None:
-        """Let go of every buffer. One that is lent stays until nobody refers to it."""
+        """Drop every buffer. One that is lent stays until its last reference is gone."""
         self._slabs.clear()
         self._fresh = memoryview(b"")
 
@@ -96,8 +93,8 @@ class BufferPool:
         return sum(slab.nbytes for slabs in self._slabs.values() for slab in slabs)
 
     def _let_go(self, needed_bytes: int) -> None:
-        """Drop free buffers, largest first, until the pool holds at most
-        ``idle_bytes`` with the one to come."""
+        """Drop free buffers, largest first, until the pool holds at most ``idle_bytes`` with the
+        next one."""
         surplus = self.num_bytes + needed_bytes - self._idle_bytes
         for size in sorted(self._slabs, reverse=True):
             kept = []
@@ -109,11 +106,10 @@ class BufferPool:
             self._slabs[size][:] = kept
 
     def _new_slab(self, size: int) -> NDArray[np.uint8]:
-        """From memory of its own if it is large; small ones share a huge page."""
+        """Return one from memory of its own if it is large. Small ones share a huge page."""
         if size > len(self._fresh):
             self._fresh = map_pages(max(size, _HUGE_PAGE_BYTES))
-        # An array over a buffer that is no array: views of it refer to it, and
-        # not to what it lies in.
+        # An array over a memoryview: views of it refer to it, and not to what it lies in.
         slab = np.frombuffer(self._fresh[:size], np.uint8)
         self._fresh = self._fresh[size:]
         return slab
