@@ -102,7 +102,6 @@ from fastdecode.wire.blocks import (
     ReadBlocks,
     ReplicationNews,
     TierToRWorker,
-    check_rows,
 )
 from fastdecode.wire.blocks import Close as Close
 from fastdecode.wire.blocks import Extend as Extend
@@ -267,14 +266,11 @@ class BeginStep(ForHolder, frozen=True, tag=5, eq=False):
     said_by = S_WORKERS
 
     def __post_init__(self) -> None:
-        check_rows(
-            self.sequence_ids,
-            num_past=self.num_past,
-            num_new=self.num_new,
-            num_queries=self.num_queries,
-            num_visible=self.num_visible,
-            num_beyond=self.num_beyond,
-        )
+        num_rows = len(self.sequence_ids)
+        for name in ("num_past", "num_new", "num_queries", "num_visible", "num_beyond"):
+            array = getattr(self, name)
+            if array is not None and len(array) != num_rows:
+                raise ProtocolError(f"{name} has {len(array)} rows, where {num_rows} belong")
 
 
 class Attend(ForHolder, frozen=True, tag=6, eq=False):

@@ -25,7 +25,7 @@ MOST_LINES = {
     "fastdecode/schedule": 8725,
     "fastdecode/server": 2931,
     "fastdecode/text": 3540,
-    "fastdecode/wire": 4566,
+    "fastdecode/wire": 4564,
     "rworker": 8216,
     "sworker": 11657,
     "cpu_kernels": 6473,
