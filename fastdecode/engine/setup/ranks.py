@@ -156,8 +156,8 @@ def _meeting_place(job: MpiJob, members: range) -> Iterator[Path]:
         except WorkerError as error:
             code = "tp_rank_lost" if error.code == CLOSED else "tp_connect_failed"
             raise WorkerError(
-                f"the S-workers of tp={tp} can't meet: {error.message}. Do they run with the same "
-                f"options, and are ranks {leader} to {members[-1]} S-workers?",
+                f"the S-workers of tp={tp} can't meet: {error.message}. It has other options, or "
+                f"was started as an R-worker: ranks {leader} to {members[-1]} must be S-workers",
                 code=code,
             ) from None
         if not place:
