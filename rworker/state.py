@@ -402,9 +402,7 @@ def _of_cache(number: int, cache: HolderCache, message: _OfCache) -> tuple[Instr
     books = cache.books
     match message:
         case Open() | Extend() | Truncate():
-            shared = books.lengthen(message) if isinstance(message, Open) else None
-            copied = () if shared is None else copies(cache, shared)
-            return *copied, *_answered(number, cache, message)
+            return _answered(number, cache, message)
         case StoreChunk():
             appended, shape, places = store_chunk(books, message)
             place = PlaceChunk(cache.holder, shape, places, message.data)
