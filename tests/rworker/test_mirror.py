@@ -38,6 +38,18 @@ MirrorMachine.TestCase.settings = settings(max_examples=examples(160), stateful_
 TestMirror = MirrorMachine.TestCase
 
 
+def replica_of(owner: Memory) -> Replica:
+    """Return a replica that was begun late, and has all."""
+    mirror = Mirror(HolderId(0), owner.books, owner)
+    replica = Replica(mirror.hello)
+    while (message := mirror.next()) is not None:
+        for answer in replica.hear(message):
+            mirror.take(answer)
+    assert mirror.is_whole
+    replica.memory.books = replica.books
+    return replica
+
+
 @pytest.mark.parametrize("most_bytes", [1 << 22, 2000, 1])
 @pytest.mark.parametrize("kv", ALL_KV, ids=lambda kv: kv.dtype.value)
 def test_a_replica_is_its_cache_bit_for_bit(
@@ -51,13 +63,7 @@ def test_a_replica_is_its_cache_bit_for_bit(
     owner.books.keep(Name(3, 0, words_of(KEYS[:2])))
     before = owner.stored(3, 0, 16)
     owner.books.close(Close(3))
-    mirror = Mirror(HolderId(0), owner.books, owner)
-    replica = Replica(mirror.hello)
-    while (message := mirror.next()) is not None:
-        for answer in replica.hear(message):
-            mirror.take(answer)
-    assert mirror.is_whole
-    replica.memory.books = replica.books
+    replica = replica_of(owner)
     assert_same(owner, replica.memory, {s: n for s, n in LENGTHS.items() if s != 3})
     (accepted,) = replica.hear(Open(3, 16, 16, words_of(KEYS[:2])))
     assert accepted == Accepted(3)
@@ -216,10 +222,4 @@ def test_a_late_replica_of_sequences_with_the_same_block_behind_different_ones_i
     for layer, (k, v) in zip(owner.pool, random_rows(KV, 2 * size, seed=5), strict=True):
         cpu_kernels.append(owner.layout, layer, k, v, slots)
     assert owner.books.reserve(Open(9, 20, 3 * size, parent_id=7)) == Accepted(9)
-    mirror = Mirror(HolderId(0), owner.books, owner)
-    replica = Replica(mirror.hello)
-    while (message := mirror.next()) is not None:
-        for answer in replica.hear(message):
-            mirror.take(answer)
-    replica.memory.books = replica.books
-    assert_same(owner, replica.memory, dict.fromkeys((7, 8, 9), 3 * size))
+    assert_same(owner, replica_of(owner).memory, dict.fromkeys((7, 8, 9), 3 * size))

@@ -46,17 +46,17 @@ class _Ranked:
     """Rows that the last pass found, and those that have changed since."""
 
     found: Rows
-    limit: int
-    """Once more rows have changed, a pass is due."""
+    most: int
+    """Rows to find. While one is as it was found, none is worth less that is not here."""
     until_s: float
     changed: set[int] = field(default_factory=set)
 
-    def is_good(self, now_s: float) -> bool:
-        return now_s <= self.until_s and len(self.changed) <= self.limit
+    def is_good_for(self, count: int, now_s: float) -> bool:
+        """Return True if the next ``count`` blocks to evict are here."""
+        return now_s <= self.until_s and len(self.changed) + count < self.most
 
     @property
-    def rows(self) -> Rows:
-        """Rows to look at. Some may be there twice."""
+    def rows(self) -> Rows:  # some may be there twice
         return np.concatenate((self.found, np.array([*self.changed], np.int64)))
 
 
@@ -218,7 +218,7 @@ class Evictable:
     def _candidates(self, count: int, now_s: float, kind: int) -> list[_Order]:
         """Return the blocks to evict next, as a heap: at least one if there is any."""
         found: list[_Order] = []
-        if (ranked := self._ranked.get(kind)) is not None and ranked.is_good(now_s):
+        if (ranked := self._ranked.get(kind)) is not None and ranked.is_good_for(count, now_s):
             found = self._orders(ranked.rows, now_s, kind, 2 * count)
         return found or self._orders(self._pass(count, now_s, kind), now_s, kind, 2 * count)
 
@@ -230,7 +230,7 @@ class Evictable:
         first_s = float(ended_s.min(initial=np.inf, where=self._kinds > 0))
         span_s = max(0.0, now_s - first_s) / _SHARE
         found = _lowest(values, most)
-        self._ranked[kind] = _Ranked(found, most - 1, now_s + span_s)
+        self._ranked[kind] = _Ranked(found, most, now_s + span_s)
         return found
 
     def _orders(self, rows: Rows, now_s: float, kind: int, most: int = 0) -> list[_Order]:
