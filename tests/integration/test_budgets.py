@@ -15,22 +15,22 @@ from reading import entered_by_a_decode_step, entered_by_a_loss
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "examples" / "model" / "checkpoint")
 MOST_LINES = {
-    "fastdecode/cli": 3796,
+    "fastdecode/cli": 3795,
     "fastdecode/conversations": 1318,
     "fastdecode/core": 9584,
     "fastdecode/engine": 15915,
     "fastdecode/jobs": 2398,
     "fastdecode/measure": 2319,
     "fastdecode/openai": 1320,
-    "fastdecode/schedule": 8725,
+    "fastdecode/schedule": 8716,
     "fastdecode/server": 2931,
     "fastdecode/text": 3540,
     "fastdecode/wire": 4564,
-    "rworker": 8216,
+    "rworker": 8147,
     "sworker": 11657,
-    "cpu_kernels": 6473,
-    "cost_model": 7142,
-    "tests": 64319,
+    "cpu_kernels": 6465,
+    "cost_model": 7138,
+    "tests": 64308,
     "benchmarks": 4970,
     "examples": 481,
 }
