@@ -33,9 +33,6 @@ Comparison: TypeAlias = Callable[[str, str], str]
 _MOST_ROWS = 8
 _MOST_SPREAD = 4
 _MOST_WORDS = 2
-_LEAST_DIM_ALONE = 128
-"""Head dim from which AMX is quicker without prefetches: by 3 to 9% on a Granite Rapids, where
-a head dim of 64 lost 20%. Other levels prefetch always: on a Zen 5 only int4 gained otherwise."""
 
 
 def _fits_amx(layout: BlockLayout, source: str) -> bool:
@@ -62,7 +59,6 @@ def _amx_variant(layout: BlockLayout, group_size: int, isa: Isa, ragged: bool) -
         spread=min(_MOST_SPREAD, num_products),
         product_tiles=product_tiles,
         tiles=isa.tiles,
-        has_prefetch=layout.head_dim < _LEAST_DIM_ALONE,
     )
 
 

@@ -34,7 +34,6 @@ class Variant:
     words: int = 1  # words that one step of a product sums up, where vectors make it
     product_tiles: int = 1  # register tiles of rows that are multiplied as one
     tiles: str = ""  # what makes the products, where AMX tiles do: a key of ``amx.TILE_UNITS``
-    has_prefetch: bool = True  # whether the next piece of memory is prefetched, into all caches
 
     @property
     def pack(self) -> int:

@@ -183,8 +183,6 @@ def _ask(variant, job, keys, of_values, num_tokens):
         of_values: whether the piece is V.
         num_tokens: the sequence's tokens of that block; 0: the walk has ended.
     """
-    if not variant.has_prefetch:
-        return False
     if _tokens_to_read(job, num_tokens) == job.block_size:
         return True
     if of_values:

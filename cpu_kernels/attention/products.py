@@ -26,7 +26,7 @@ def _ask_for_others(variant, ahead, walk, num_walks, share_bytes, num_bytes):
     """Prefetch ``num_bytes`` of each share that no walk has, where there are fewer walks
     than shares. A **walk** is one plane of one tile of rows. It prefetches its own share of
     the piece ``ahead`` step by step."""
-    if variant.spread > 1 and variant.has_prefetch:
+    if variant.spread > 1:
         for _ in range(walk + num_walks, variant.spread, num_walks):
             ahead += num_walks * share_bytes
             for offset in range(0, num_bytes, LINE_BYTES):

@@ -285,9 +285,8 @@ def prefetch_share(builder, shape, tile, address: int64):
     """Prefetch as many lines as the cells of a step cover, shared out over
     ``variant.spread`` tiles of rows."""
     cells = tile.type.vectors * tile.type.lanes
-    if shape.has_prefetch:
-        num_bytes = cells * shape.cell_bytes * shape.step_words // shape.spread
-        emit_prefetches(builder, address, num_bytes)
+    num_bytes = cells * shape.cell_bytes * shape.step_words // shape.spread
+    emit_prefetches(builder, address, num_bytes)
 
 
 # --- tiles and memory

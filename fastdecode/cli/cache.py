@@ -55,7 +55,7 @@ def run_cache(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**asdict(found), "cleared": args.clear}))
     elif args.clear:
-        print(f"{path}: {found.conversations} conversations cleared")
+        print(f"{path}: {found.conversations} conversation(s) cleared")
     else:
         lines = _lines(found)
         print(*(lines[-1:] if args.verify else lines), sep="\n")
@@ -103,7 +103,7 @@ def _lines(found: Contents) -> list[str]:
         )
         return [about, "not verified"]
     told = [
-        f"{found.path}: {found.conversations} conversations, {found.turns} turns, "
+        f"{found.path}: {found.conversations} conversation(s), {found.turns} turn(s), "
         f"{found.tokens} tokens; {found.over} are over",
         f"{found.num_bytes} bytes; model and tokenizer {found.identity[:16]}",
     ]

@@ -187,11 +187,11 @@ def _failovers(s: dict[str, Any]) -> str:
         f"{len(replicas['failovers'])} lost R-worker(s) were taken over from their replica, the "
         f"slowest in {slowest:.3f} s: {replicas['sequences_resumed']} sequences continued with "
         f"{replicas['tokens_resumed']} cached tokens, {replicas['tokens_recomputed']} tokens were "
-        f"recomputed; a cache had no replica for {replicas['unprotected_s']:.1f} s; all were "
-        f"protected again {replicas['rings']} time(s)"
+        f"recomputed; a cache had no replica for {replicas['unprotected_s']:.1f} s"
     )
-    returns = replicas["returns"]
-    if returns:
+    if replicas["rings"]:
+        told += f"; all were protected again {replicas['rings']} time(s)"
+    if returns := replicas["returns"]:
         copy_s = max(each["copy_s"] for each in returns)
         slowest = max(each["drain_s"] + each["resume_s"] for each in returns)
         told += (

@@ -39,7 +39,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 def test_it_shows_what_there_is(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = log.read_bytes()
     code, text = told(capsys, str(log.parent))
-    assert code == 0 and "2 conversations, 3 turns, 6 tokens; 1 are over" in text
+    assert code == 0 and "2 conversation(s), 3 turn(s), 6 tokens; 1 are over" in text
     assert text.splitlines()[-1] == "whole" and log.read_bytes() == before
     found: dict[str, Any] = json.loads(told(capsys, str(log), "--json")[1])
     assert (found["tokens"], found["last_active_s"], found["damage"]) == (6, 1000.0, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -102,22 +101,6 @@ def test_every_dtype_and_source(dtype, source):
     block_size = 16 if dtype == source == "bfloat16" else 64
     layout = BlockLayout(2, HEAD_DIM, dtype, block_size)
     compare(layout, 2 * GROUP_SIZE, [1, 17, 70, 0], NUM_QUERIES, source)
-
-
-def test_results_do_not_depend_on_prefetching(monkeypatch):
-    """Blocks that are full, half full, and nearly empty."""
-    layout, contexts = BlockLayout(2, HEAD_DIM, "int8"), [1, 64, 96, 130, 1217]
-    case = layout, 2 * GROUP_SIZE, contexts, [1, 1, 1, 1, 1]
-    expected = compare(*case, stale=0xFF)
-    choose = dispatch.choose_variant
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            dispatch, "choose_variant", lambda *x, **y: replace(choose(*x, **y), has_prefetch=False)
-        )
-        dispatch.plan_attend.cache_clear()
-        found = compare(*case, stale=0xFF)
-    dispatch.plan_attend.cache_clear()
-    np.testing.assert_equal(found, expected)
 
 
 # Nearly each pair is a kernel to compile, so not all of them.

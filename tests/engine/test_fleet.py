@@ -24,6 +24,7 @@ from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import MixedPool, WorkerPool
 from fastdecode.engine.fleet.resharing import GROUP, Resharing, in_heads, share_heads
+from fastdecode.wire.blocks import Done, Retain, no_keys, words_of
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import (
     Accepted,
@@ -272,14 +273,17 @@ class Device:
         self._answers: deque[FromRWorker] = deque()
 
     def send(self, message: ToRWorker) -> None:
-        assert isinstance(message, Open)
-        self._answers.append(Accepted(message.sequence_id))
+        if isinstance(message, Retain):
+            self._answers.append(Done(2, message.job, no_keys(), 0, 0.0))
+        else:
+            assert isinstance(message, Open)
+            self._answers.append(Accepted(message.sequence_id))
 
     def receive(self, timeout_s: float | None = None) -> FromRWorker:
         return self._answers.popleft()
 
     def poll(self) -> FromRWorker | None:
-        return None
+        return self._answers.popleft() if self._answers else None
 
     def close(self) -> None:
         """Nothing to close."""
@@ -332,3 +336,7 @@ def test_answers_of_a_device_are_kept_while_the_heads_are_shared_anew() -> None:
     assert fleet.is_owed and fleet.is_owed_at_once
     assert [fleet.receive() for _ in range(3)] == [(device, Accepted(x)) for x in (5, 6, 7)]
     assert not fleet.is_owed_at_once
+    fleet.send(device, Retain(0, words_of([b"k" * 16]), np.ones(1, np.int32)))
+    assert fleet.is_greeting and fleet.is_owed  # a step may wait for the report
+    assert fleet.receive(most_s=0.0) is None
+    assert [type(news) for news in fleet.take_moves()] == [Done]

@@ -274,11 +274,10 @@ class GroupPool:
         self._owners = {member: group for group in self.groups for member in group.shards}
         self._share_out = share_out
         self.is_greeting = False
-        """True while members of a lost group are greeted again. No step waits for them."""
+        """True while members of a lost group are greeted anew. A device beside answers on."""
         self.tier: UseTier | None = None
         """Opens the lower tiers of groups. None if they have none."""
-        self._kept: deque[tuple[HolderId, Answer]] = deque()
-        """Answers that arrived outside ``receive`` (``take_in``)."""
+        self._kept: deque[tuple[HolderId, Answer]] = deque()  # answers that ``take_in`` took
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -294,7 +293,8 @@ class GroupPool:
 
     @property
     def is_owed(self) -> bool:
-        return bool(self._kept) or (self.members.is_owed and not self.is_greeting)
+        may_wait = len(self.groups) > 1 or not self.is_greeting
+        return bool(self._kept) or (may_wait and self.members.is_owed)
 
     @property
     def is_owed_at_once(self) -> bool:
