@@ -33,9 +33,14 @@ from rworker.blocks.appending import Appended, past_of
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES, KVStore
 from rworker.checks import checked_keys
 
-_BEYOND = (
-    f"num_beyond must be at least 0, and no sequence is longer than {MAX_SEQUENCE_TOKENS} tokens"
+_RULES = (
+    "num_past must equal the {cached} tokens cached here",
+    "num_new must be at least 1, or 0 where something is attended",
+    f"num_beyond must be at least 0, and no sequence is longer than {MAX_SEQUENCE_TOKENS} tokens",
+    "num_queries must be within 0 … num_new + num_beyond",
+    "num_visible must be num_past or num_past + num_new",
 )
+"""Rules of a step's counts, in the order in which they are checked."""
 
 
 @dataclass
@@ -297,30 +302,20 @@ def _check_origin(message: Open) -> None:
 
 def check_counts(begin: BeginStep, cached: NDArray[np.int64]) -> None:
     """Check a step's counts. ``cached``: the worker's own token counts, [N]."""
-    past = begin.num_past
-    new = begin.num_new
-    queries = begin.num_queries
-    visible = begin.num_visible
-    beyond = (
-        np.zeros_like(cached) if begin.num_beyond is None else begin.num_beyond.astype(np.int64)
-    )
-    for wrong, rule in (
-        (past != cached, "num_past must equal the {cached} tokens cached here"),
-        (
-            (new < 0) | ((new == 0) & (queries == 0)),
-            "num_new must be at least 1, or 0 where something is attended",
-        ),
+    past, new = begin.num_past, begin.num_new
+    queries, visible = begin.num_queries, begin.num_visible
+    beyond = np.zeros_like(cached)
+    if begin.num_beyond is not None:
+        beyond = begin.num_beyond.astype(np.int64)
+    broken = (
+        past != cached,
+        (new < 0) | ((new == 0) & (queries == 0)),
         # Where nothing is beyond, the reservation is the limit.
-        ((beyond < 0) | ((beyond > 0) & (cached + new + beyond > MAX_SEQUENCE_TOKENS)), _BEYOND),
-        (
-            (queries < 0) | (queries > new + beyond),
-            "num_queries must be within 0 … num_new + num_beyond",
-        ),
-        (
-            (visible != past) & (visible != cached + new),
-            "num_visible must be num_past or num_past + num_new",
-        ),
-    ):
+        (beyond < 0) | ((beyond > 0) & (cached + new + beyond > MAX_SEQUENCE_TOKENS)),
+        (queries < 0) | (queries > new + beyond),
+        (visible != past) & (visible != cached + new),
+    )
+    for wrong, rule in zip(broken, _RULES, strict=True):
         if wrong.any():
             i = int(wrong.argmax())
             raise ProtocolError(
