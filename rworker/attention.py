@@ -25,7 +25,6 @@ from fastdecode.wire.blocks import Inventory
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.messages import Activations, AttendResult
 from rworker.instructions import (
-    AwaitedBlocks,
     Compute,
     CopyBlocks,
     Drop,
@@ -33,8 +32,8 @@ from rworker.instructions import (
     PlaceChunk,
     Prepare,
     ReadChunk,
-    StepPlan,
 )
+from rworker.step_plan import AwaitedBlocks, StepPlan
 from rworker.stream.memory import place_chunk, read_chunk
 from rworker.tiers.tier import ArrayMemory
 from rworker.tiers.tiers import Tiers
@@ -230,7 +229,7 @@ class AttentionExecutor:
                 **layer.appending,
             )  # fmt: skip
         spec = layer.spec
-        o = _output(cache, plan, q.dtype, (plan.num_queries, spec.num_q_heads, spec.head_dim))
+        o = _output(cache, plan, q.dtype, (len(q), spec.num_q_heads, spec.head_dim))
         lse = np.empty(o.shape[:2], np.float32) if plan.want_lse else None
         for group in plan.groups:
             rows = group.rows

@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import CapacityError, ProtocolError
-from fastdecode.core.spec import AttentionSpec
+from fastdecode.core.spec import MAX_SEQUENCE_TOKENS, AttentionSpec
 from fastdecode.wire.blocks import NO_PARENT, Forget, Name
 from fastdecode.wire.messages import (
     MAX_BLOCKS,
+    MAX_STEP_TOKENS,
     Accepted,
     Attend,
     BeginStep,
@@ -28,10 +29,18 @@ from fastdecode.wire.messages import (
     Open,
     Refused,
 )
-from fastdecode.wire.traits import Role
 from rworker.blocks.appending import Appended, past_of
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES, KVStore
-from rworker.checks import check_arrays, check_counts, checked_keys
+from rworker.checks import checked_keys
+
+_RULES = (
+    "num_past must equal the {cached} tokens cached here",
+    "num_new must be at least 1, or 0 where something is attended",
+    f"num_beyond must be at least 0, and no sequence is longer than {MAX_SEQUENCE_TOKENS} tokens",
+    "num_queries must be within 0 … num_new + num_beyond",
+    "num_visible must be num_past or num_past + num_new",
+)
+"""Rules of a step's counts, in the order in which they are checked."""
 
 
 @dataclass
@@ -125,8 +134,6 @@ class CacheState:
     ) -> None:
         self.hello = hello
         self.store = KVStore(num_blocks, hello.kv.block_size, max_sequences=max_sequences)
-        self.arrived: dict[int, int] = {}
-        """Tokens that have come of each sequence of a replica that lacks some."""
         self._carrier = hello.activation_dtype.carrier
         self.steps = OpenSteps(hello.kv.num_layers)
 
@@ -146,29 +153,11 @@ class CacheState:
             elif message.parent_id != NO_PARENT:
                 self._check_settled(message)
                 store.fork(message.parent_id, sequence, message.num_tokens, num_reserved)
-                arrived = self.arrived.get(message.parent_id, message.num_tokens)
-                if arrived < message.num_tokens:
-                    self.arrived[sequence] = arrived
             else:
                 store.open(sequence, num_reserved)
         except CapacityError as error:
             return Refused(sequence, error.code, error.message)
         return Accepted(sequence)
-
-    def lengthen(self, fork: Open) -> Appended | None:
-        """Give a replica's sequence blocks for tokens that a fork shares and that come later. None
-        if it has them, or the fork will be refused."""
-        parent, num_tokens = fork.parent_id, fork.num_tokens
-        if self.hello.role is not Role.NEIGHBOUR or parent == NO_PARENT or fork.keys is not None:
-            return None
-        store, present = self.store, self.store.num_tokens_of(parent)
-        has_gap = store.tables.row(parent) in store.tables.gaps
-        is_refused = fork.sequence_id in store or fork.num_reserved_tokens < num_tokens or has_gap
-        if is_refused or present >= num_tokens:
-            return None
-        appended = store.append(np.array([parent]), np.array([num_tokens - present], np.int32))
-        self.arrived.setdefault(parent, present)
-        return appended
 
     def store_tokens(
         self,
@@ -178,23 +167,12 @@ class CacheState:
     ) -> Appended:
         """Make room for the next tokens of a replica's sequences."""
         present = self.store.num_tokens(sequence_ids)
-        ends = first_tokens + num_tokens.astype(np.int64)
-        pieces = list(zip(sequence_ids.tolist(), present.tolist(), ends.tolist(), strict=True))
-        for (sequence, length, _), first in zip(pieces, first_tokens.tolist(), strict=True):
-            if first != (due := self.arrived.get(sequence, length)):
-                raise ProtocolError(
-                    f"tokens from {first} on of sequence {sequence} have come where those from "
-                    f"{due} on are due"
-                )
-        grows = ends > present
-        more = (ends - present)[grows].astype(np.int32)
-        appended = self.store.append(sequence_ids[grows], more)
-        for sequence, length, end in pieces:
-            if end < length:
-                self.arrived[sequence] = end
-            else:
-                self.arrived.pop(sequence, None)
-        return appended
+        for i in np.flatnonzero(first_tokens != present)[:1].tolist():
+            raise ProtocolError(
+                f"tokens from {first_tokens[i]} on of sequence {sequence_ids[i]} have come where "
+                f"those from {present[i]} on are due"
+            )
+        return self.store.append(sequence_ids, num_tokens)
 
     def close(self, message: Close) -> None:
         """Free a sequence's blocks, or all but its last one, which is cached."""
@@ -209,12 +187,10 @@ class CacheState:
             self.store.close(sequence, tail_key=bytes.fromhex(message.tail))
         else:
             self.store.close(sequence)
-        self.arrived.pop(sequence, None)
 
     def num_settled(self, sequence: int) -> int:
         """Count the tokens of a sequence that every layer has."""
-        present = self.store.num_tokens_of(sequence)
-        return self.steps.settled.get(sequence, self.arrived.get(sequence, present))
+        return self.steps.settled.get(sequence, self.store.num_tokens_of(sequence))
 
     def settled(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """Count the tokens of each sequence that every layer has, [N]."""
@@ -272,7 +248,6 @@ class CacheState:
     def check_invariants(self) -> None:
         self.steps.check_invariants()
         settled = self.steps.settled
-        assert not (settled and self.arrived), "a replica has an open step"
         self.store.check_invariants()
         lengths = self.store.num_tokens(np.array(list(settled), np.int64))
         assert (lengths >= list(settled.values())).all() or not settled, "a step took tokens away"
@@ -323,6 +298,53 @@ def _check_origin(message: Open) -> None:
             f"sequence {message.sequence_id} would start with {message.num_tokens} tokens from "
             f"{num_origins} places: a parent, or cached blocks have them"
         )
+
+
+def check_counts(begin: BeginStep, cached: NDArray[np.int64]) -> None:
+    """Check a step's counts. ``cached``: the worker's own token counts, [N]."""
+    past, new = begin.num_past, begin.num_new
+    queries, visible = begin.num_queries, begin.num_visible
+    beyond = np.zeros_like(cached)
+    if begin.num_beyond is not None:
+        beyond = begin.num_beyond.astype(np.int64)
+    broken = (
+        past != cached,
+        (new < 0) | ((new == 0) & (queries == 0)),
+        # Where nothing is beyond, the reservation is the limit.
+        (beyond < 0) | ((beyond > 0) & (cached + new + beyond > MAX_SEQUENCE_TOKENS)),
+        (queries < 0) | (queries > new + beyond),
+        (visible != past) & (visible != cached + new),
+    )
+    for wrong, rule in zip(broken, _RULES, strict=True):
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise ProtocolError(
+                f"sequence {begin.sequence_ids[i]} (num_past={past[i]}, num_new={new[i]}, "
+                f"num_beyond={beyond[i]}, num_queries={queries[i]}, num_visible={visible[i]}): "
+                f"{rule.format(cached=cached[i])}"
+            )
+    for what, counts in (("appends", new), ("attends", queries)):
+        num_tokens = int(counts.sum(dtype=np.int64))
+        if num_tokens > MAX_STEP_TOKENS:
+            raise ProtocolError(
+                f"the step {what} {num_tokens} tokens; {MAX_STEP_TOKENS} is the most"
+            )
+
+
+def check_arrays(
+    dtype: np.dtype[np.generic], *wanted: tuple[str, NDArray[np.generic], tuple[int, ...]]
+) -> None:
+    """Raise ProtocolError unless arrays, each by its name and shape, are as announced."""
+    for name, array, shape in wanted:
+        if not isinstance(array, np.ndarray) or array.dtype != dtype:
+            found = getattr(array, "dtype", type(array).__name__)
+            raise ProtocolError(f"{name} must be an array of {dtype}, not {found}")
+        if array.shape != shape:
+            raise ProtocolError(
+                f"{name} has shape {list(array.shape)}, but {list(shape)} was announced"
+            )
+        if not array.flags.c_contiguous:
+            raise ProtocolError(f"{name} must be C-contiguous")
 
 
 def blocks_within(num_bytes: int, block_bytes: int, hello: Hello) -> int:

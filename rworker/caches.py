@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
@@ -14,7 +14,9 @@ from fastdecode.core.holders import HolderId
 from fastdecode.wire.messages import Hello
 from fastdecode.wire.traits import THE_ONLY, Role
 from rworker.cache_state import CacheState, blocks_within
-from rworker.instructions import StepPlan
+
+if TYPE_CHECKING:
+    from rworker.step_plan import StepPlan
 
 NOBODY: Final = -1  # as owner of a cache: its peer is gone, and another may take it over
 

@@ -19,7 +19,7 @@ from rworker.attention import AttentionExecutor
 from rworker.state import RWorkerState
 from rworker.tiers.disk import Disk
 from rworker.tiers.tiers import Tiers
-from rworker.worker import Peer, RWorker, RWorkerExecutor, last_words
+from rworker.worker import Answers, RWorker, RWorkerExecutor, last_words
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class InlineConnection:
     def __init__(self, state: RWorkerState, executor: RWorkerExecutor) -> None:
         self.peer = f"R-worker {state.name}"
         self._name = state.name
-        self._answers = _Answers()
+        self._answers = Answers("the S-worker", WORKER)
         # None once it has ended. It reaches no other R-workers.
         self._worker: RWorker | None = RWorker(self._answers, state, executor)
         self._requests: deque[ToRWorker] = deque()
@@ -112,27 +112,6 @@ class InlineConnection:
             self._worker.behind.close()
         self._worker = None
         self._requests.clear()
-
-
-class _Answers:
-    """The R-worker's side of the connection."""
-
-    peer = "the S-worker"
-
-    def __init__(self) -> None:
-        self.queue: deque[FromRWorker] = deque()
-        self.are_over = False
-        """True if the R-worker has hung up. What it answered before is still to be received."""
-
-    @property
-    def connections(self) -> tuple[Peer, ...]:
-        return (self,)  # ``WORKER`` is its index
-
-    def send(self, message: FromRWorker) -> None:
-        self.queue.append(message)
-
-    def close(self) -> None:
-        self.are_over = True
 
 
 def make_inline_worker(

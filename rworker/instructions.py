@@ -4,7 +4,6 @@ out decides nothing. Peers are the numbers that the loop's hub has for them."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -21,6 +20,7 @@ from rworker.tiers.tier import MoveJob
 
 if TYPE_CHECKING:
     from rworker.cache_state import CacheState
+    from rworker.step_plan import StepPlan
 
 RESTORER: Final = -2  # stands for the peer whose messages are read from a replica's file
 OVER: Final = -1  # stands for a link's number: the link ends
@@ -65,75 +65,6 @@ class CopyBlocks:
     holder: HolderId
     source_ids: NDArray[np.int64]  # [C]
     target_ids: NDArray[np.int64]  # [C]
-
-
-@dataclass(frozen=True, eq=False)
-class AwaitedBlocks:
-    """Blocks of a step that are fetched. Each layer waits for its own, and then copies what would
-    have been copied before the step."""
-
-    jobs: tuple[int, ...]
-    copy_sources: NDArray[np.int64]  # [C]
-    copy_targets: NDArray[np.int64]  # [C]
-
-
-@dataclass(frozen=True, eq=False)
-class StepPlan:
-    """Where a step's tokens go and what its queries see, the same in every layer. N sequences have
-    queries."""
-
-    step: int
-    lane: int
-    slots: NDArray[np.int64]  # [T_kv]
-    block_tables: NDArray[np.int32]  # [N, max_blocks]
-    query_starts: NDArray[np.int32]  # [N + 1]
-    query_positions: NDArray[np.int32]  # [N] of each sequence's first query
-    context_lens: NDArray[np.int32]  # [N] keys visible at most
-    want_lse: bool
-    num_single: int
-    """Sequences in front that have one query each."""
-    coming: AwaitedBlocks | None = None
-    """None if all that it reads is there."""
-    num_last: int = 0
-    """Sequences in front whose new token is the last that they see, and has the same place in
-    ``slots``: attention itself writes it."""
-
-    @cached_property
-    def num_queries(self) -> int:
-        """T_q."""
-        return int(self.query_starts[-1])
-
-    @cached_property
-    def groups(self) -> tuple[QueryGroup, ...]:
-        """The sequences in front that have one query each, then the others. Kernels for one query
-        are their own, so tokens do not depend on prompts in the same step."""
-        both = slice(0, self.num_single), slice(self.num_single, len(self.context_lens))
-        return tuple(self._group(group) for group in both if group.start < group.stop)
-
-    def _group(self, sequences: slice) -> QueryGroup:
-        starts = self.query_starts[sequences.start : sequences.stop + 1]
-        return QueryGroup(
-            slice(int(starts[0]), int(starts[-1])),
-            self.block_tables[sequences],
-            starts - starts[0],
-            self.query_positions[sequences],
-            self.context_lens[sequences],
-            brings_last=self.num_last > 0 and sequences.start == 0,
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class QueryGroup:
-    """Sequences of a step that are attended together, the same in every layer."""
-
-    rows: slice
-    """Rows of their queries."""
-    block_tables: NDArray[np.int32]  # [G, max_blocks]
-    query_starts: NDArray[np.int32]  # [G + 1] within these rows
-    query_positions: NDArray[np.int32]  # [G]
-    context_lens: NDArray[np.int32]  # [G]
-    brings_last: bool
-    """True if attention writes their last tokens."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,14 +33,13 @@ from fastdecode.wire.messages import (
     AttendResult,
     BeginStep,
     Failed,
-    FromRWorker,
     Hello,
     Open,
     ToRWorker,
 )
 from rworker.attention import AttentionExecutor
 from rworker.state import RWorkerState
-from rworker.worker import Peer, RWorker
+from rworker.worker import Answers, RWorker
 
 T = TypeVar("T")
 
@@ -283,29 +282,13 @@ class _Worker:
 
     def _obey(self, message: ToRWorker) -> float:
         """Carry out a message. Return the seconds of the kernels."""
-        answers = _Answers()
+        answers, seconds = Answers("the measurement", 0), 0.0
         RWorker(answers, self._state, self._executor).obey(self._state.handle(0, message))
-        return answers.seconds
-
-
-class _Answers:
-    """Takes what the R-worker answers, in place of a peer."""
-
-    peer = "the measurement"
-    seconds = 0.0  # of the kernels
-
-    @property
-    def connections(self) -> tuple[Peer, ...]:
-        return (self,)
-
-    def send(self, message: FromRWorker) -> None:
-        if isinstance(message, Failed):
-            raise WorkerError(f"R-worker {message.worker}: {message.message}", code=message.code)
-        if isinstance(message, AttendResult):
-            self.seconds += message.compute_s
-
-    def close(self) -> None:
-        pass
+        for answer in answers.queue:
+            if isinstance(answer, Failed):
+                raise WorkerError(f"R-worker {answer.worker}: {answer.message}", code=answer.code)
+            seconds += answer.compute_s if isinstance(answer, AttendResult) else 0.0
+        return seconds
 
 
 def _random_rows(

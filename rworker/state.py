@@ -38,7 +38,6 @@ from fastdecode.wire.blocks import (
     UseTier,
 )
 from fastdecode.wire.messages import (
-    PROTOCOL_VERSION,
     AboutCaches,
     Accepted,
     Attend,
@@ -56,7 +55,7 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.traits import ANYBODY, OWNERS, THE_ONLY, Role
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES
 from rworker.caches import NOBODY, Caches, HolderCache
-from rworker.checks import check_hello, checked_keys
+from rworker.checks import check_hello, check_version, checked_keys
 from rworker.instructions import (
     OVER,
     RESTORER,
@@ -370,12 +369,7 @@ def _read_blocks(
     Raises:
         ProtocolError: If the reader's cache is of another kind, or the message asks for too much.
     """
-    if message.protocol_version != PROTOCOL_VERSION:
-        raise ProtocolError(
-            f"the reader speaks protocol version {message.protocol_version}, this R-worker "
-            f"{PROTOCOL_VERSION}: install the same version of fastdecode on both",
-            code="protocol_version",
-        )
+    check_version(message.protocol_version, "reader")
     right = message.reading.to_bytes(8, "big")
     keys = checked_keys(message.keys)
     for cache in caches:
@@ -402,9 +396,7 @@ def _of_cache(number: int, cache: HolderCache, message: _OfCache) -> tuple[Instr
     books = cache.books
     match message:
         case Open() | Extend() | Truncate():
-            shared = books.lengthen(message) if isinstance(message, Open) else None
-            copied = () if shared is None else copies(cache, shared)
-            return *copied, *_answered(number, cache, message)
+            return _answered(number, cache, message)
         case StoreChunk():
             appended, shape, places = store_chunk(books, message)
             place = PlaceChunk(cache.holder, shape, places, message.data)

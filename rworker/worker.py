@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -99,25 +100,26 @@ class Peers(Protocol):
     def connections(self) -> Sequence[Peer] | Mapping[int, Peer]: ...
 
 
-class _Restorer:
-    """``Peer`` and ``Peers`` for answers to the messages of a replica's file."""
+class Answers:
+    """The only peer of an R-worker without a hub, and its connections.
 
-    peer = "a replica's file"
+    Args:
+        peer: name of the peer.
+        index: number of the peer.
+    """
 
-    def __init__(self) -> None:
-        self.refusal = ""
-        """Why the file is not read any further."""
-
-    @property
-    def connections(self) -> Mapping[int, Peer]:
-        return {RESTORER: self}
+    def __init__(self, peer: str, index: int) -> None:
+        self.peer: Final = peer
+        self.connections: Final[Mapping[int, Peer]] = {index: self}
+        self.queue: Final[deque[FromRWorker]] = deque()
+        self.are_over = False
+        """True if the R-worker has hung up. What it answered before is in the queue."""
 
     def send(self, message: FromRWorker) -> None:
-        if isinstance(message, Failed | Refused):
-            self.refusal = message.message
+        self.queue.append(message)
 
     def close(self) -> None:
-        pass
+        self.are_over = True
 
 
 class RWorker:
@@ -232,8 +234,9 @@ class RWorker:
 
     def _restore(self, order: ReadReplica) -> bool:
         """Carry out the messages of a replica's file, and let a peer take over what it gives."""
-        files, restorer, is_torn = self.behind.files, _Restorer(), False
-        worker = RWorker(restorer, self.state, self.executor, self.behind)
+        files, answers = self.behind.files, Answers("a replica's file", RESTORER)
+        worker = RWorker(answers, self.state, self.executor, self.behind)
+        is_torn, refusal = False, ""
         try:
             if files is None:
                 raise ConfigError("this R-worker has no disk for replicas")
@@ -241,13 +244,15 @@ class RWorker:
                 is_torn = True
                 worker.obey(self.state.handle(RESTORER, message))
                 is_torn = False
-                if restorer.refusal:
+                refused = [x.message for x in answers.queue if isinstance(x, Failed | Refused)]
+                answers.queue.clear()
+                if refused:
+                    refusal = refused[0]
                     break
         except (FastDecodeError, OSError) as error:
-            restorer.refusal = str(error)
-        holder, refusal = order.message.holder, restorer.refusal
+            refusal = str(error)
         found = f"wasn't read to its end: {refusal}" if refusal else "was read"
-        logger.info("holder %d's replica %s", holder, found)
+        logger.info("holder %d's replica %s", order.message.holder, found)
         self.obey(self.state.lost(RESTORER, is_torn=is_torn))
         return self.obey(self.state.restored(order))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -84,32 +84,24 @@ class SWorker:
             x: the output [T, hidden] of the stage before, on the host; token ids don't count
                 then.
         """
-        self.look_at_cores()
+        if self._idle_threads is not None:
+            self._idle_threads.look()  # whether others want the cores
         return self.begin_alone(rows, lane, feed, x)
 
     def begin_alone(
         self, rows: Tensor, lane: int, feed: Feed | None = None, x: Tensor | None = None
     ) -> Pass:
-        """``begin``, without the S-workers that this one acts as one with."""
-        if self.graphs is not None and rows.shape[1] <= self.graphs.buckets.max_rows:
+        """Begin without the S-workers that this one acts as one with."""
+        num_rows = rows.shape[1]
+        if self.graphs is not None and num_rows <= self.graphs.buckets.max_rows:
             return PaddedPass(self, self.graphs, lane, rows, feed, x)
-        return Pass(self, rows, feed, x, self._rooms_of(lane, rows.shape[1]))
-
-    def _rooms_of(self, lane: int, num_rows: int) -> Sequence[LayerRoom | None]:
-        """On a CPU memory of a lane's own for layers of so many rows, as many as may be on
-        loan; None: memory of each layer's own."""
         if self.gpu is not None or num_rows > KEPT_ROWS:
-            return _NO_ROOM
+            return Pass(self, rows, feed, x)
+        # Memory of the lane's own for as many layers as may be on loan.
         rooms = self._rooms.get(lane)
         if rooms is None or rooms[0].x.shape[0] != num_rows:
-            rooms = make_rooms(self.model, num_rows, LENT_LAYERS)
-            self._rooms[lane] = rooms
-        return rooms
-
-    def look_at_cores(self) -> None:
-        """Before a step: adapt to whether others want the cores."""
-        if self._idle_threads is not None:
-            self._idle_threads.look()
+            rooms = self._rooms[lane] = make_rooms(self.model, num_rows, LENT_LAYERS)
+        return Pass(self, rows, feed, x, rooms)
 
     def upload(self, host: Tensor) -> Tensor:
         """A copy on the device; see ``to_device``."""
@@ -198,7 +190,6 @@ class Pass:
     q: Tensor  # [T, Hq, D]
     k: Tensor  # [T, Hkv, D]
     v: Tensor  # [T, Hkv, D]
-    is_over = False  # all layers are done: ``advance`` is not called again
     attended_s: Callable[[], float] | None = None
     """Seconds of attention within what the device is timed for."""
     place: Tensor | None = None
@@ -221,8 +212,11 @@ class Pass:
         self._layers = worker.model.step_layers
         self._upload = worker.upload
         self._inference = torch.inference_mode()
-        self._timer = DeviceTimer(worker.gpu)
-        self._layers_timer = DeviceTimer(worker.gpu, every=TIMED_LAYERS)
+        self._timer: Timer = UNTIMED
+        self._layers_timer: Timer = UNTIMED
+        if worker.gpu is not None:
+            self._timer = DeviceTimer(worker.gpu)
+            self._layers_timer = DeviceTimer(worker.gpu, every=TIMED_LAYERS)
         self.layer = 0
         with self._timer:
             self._begin(rows, feed, x)
@@ -233,7 +227,7 @@ class Pass:
         is_last = self.layer + 1 == len(self._layers)
         self.layer += not is_last
         with self._inference:  # as a decorator it would be made anew in each layer
-            if self._layers_timer.is_used:
+            if self._layers_timer is not UNTIMED:
                 with self._layers_timer:
                     self._advance(o, is_last)
             else:
@@ -334,12 +328,10 @@ class PaddedPass(Pass):
 class WholePass(Pass):
     """A step that needed nobody else: its last layer is done."""
 
-    is_over = True
-
     @torch.inference_mode()
     def __init__(self, worker: SWorker, run: Callable[[], Tensor]) -> None:
         self._model, self._upload = worker.model, worker.upload
-        self._timer = self._layers_timer = DeviceTimer(worker.gpu)
+        self._timer = UNTIMED if worker.gpu is None else DeviceTimer(worker.gpu)
         self.layer = len(self._model.layers) - 1
         with self._timer:
             self._x = run()
@@ -355,30 +347,37 @@ class DeviceTimer:
     """Adds up what a GPU spends on the blocks that it is entered around, without waiting for any.
 
     Args:
-        gpu: None if the device is the host: then nothing is measured.
         every: One in ``every`` blocks that are alike is measured, first the second one, and
             stands for all.
     """
 
-    def __init__(self, gpu: Gpu | None, *, every: int = 1) -> None:
+    def __init__(self, gpu: Gpu, *, every: int = 1) -> None:
         self._gpu, self._every = gpu, every
         self._num_blocks = 0
         self._spans: list[tuple[Event, Event]] = []
         self._start: Event | None = None
-        self.is_used = gpu is not None
-        """Whether it measures anything."""
 
     def __enter__(self) -> None:
-        if self._gpu is not None:
-            is_measured = self._num_blocks % self._every == min(1, self._every - 1)
-            self._num_blocks += 1
-            self._start = self._gpu.mark() if is_measured else None
+        is_measured = self._num_blocks % self._every == min(1, self._every - 1)
+        self._num_blocks += 1
+        self._start = self._gpu.mark() if is_measured else None
 
     def __exit__(self, *error: object) -> None:
-        if self._gpu is not None and self._start is not None:
+        if self._start is not None:
             self._spans.append((self._start, self._gpu.mark()))
 
     def seconds(self) -> float:
         spans = [start.elapsed_time(end) / 1e3 for start, end in self._spans if end.query()]
         blocks = self._num_blocks if self._every > 1 else len(spans)
         return float(sum(spans)) / len(spans) * blocks if spans else 0.0
+
+
+class Untimed(contextlib.nullcontext[None]):
+    """Stands for a timer where the device is the host, and the caller's clock tells."""
+
+    def seconds(self) -> float:
+        return 0.0
+
+
+Timer: TypeAlias = DeviceTimer | Untimed
+UNTIMED: Final = Untimed()

@@ -231,8 +231,8 @@ def record_drawn(gpu: RecordedGpu, s_worker: SWorker) -> None:
     drawn = s_worker.drawn
 
     def read(drawing: Drawing) -> list[SampledToken]:
-        drawing.wait()
-        gpu.read(drawing._fetched.host.numpy(), "what was drawn")
+        drawing.fetched.wait()
+        gpu.read(drawing.fetched.host.numpy(), "what was drawn")
         return drawn(drawing)
 
     s_worker.drawn = read  # type: ignore[method-assign]

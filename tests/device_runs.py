@@ -209,9 +209,10 @@ class Run:
             for step in range(self.num_steps):
                 for lane in range(self.lanes):
                     batch = self._batch(lane, self.rows[step % len(self.rows)], next(numbers))
-                    fed_by = self.coming.get(lane)
-                    if fed_by is not None:
-                        batch = replace(batch, feed=self.feed(fed_by.tokens))
+                    fed_by = None
+                    if (drawing := self.coming.get(lane)) is not None:
+                        batch = replace(batch, feed=self.feed(drawing.tokens))
+                        fed_by = drawing.fetched
                     pipeline.launch(lane, batch, np.arange(1), fed_by=fed_by)
                 while pipeline.in_flight:
                     finished = pipeline.run(
@@ -222,8 +223,8 @@ class Run:
                         self.take_in(finished.lane)
                     on_step(finished)
             for lane, drawing in list(self.coming.items()):
-                if not drawing.done:
-                    drawing.wait()
+                if not drawing.fetched.done:
+                    drawing.fetched.wait()
                 self.take_in(lane)
         return self
 
@@ -247,12 +248,12 @@ class Run:
         assert step.logits is not None
         state = SamplingState(SamplingParams(temperature=0), 0, PROMPT, (), 50, 0)
         drawing = self.coming[step.lane] = self.s_worker.draw(step.logits, [state], step.lane)
-        return SimpleNamespace(done=True) if self.feeds else drawing
+        return SimpleNamespace(done=True) if self.feeds else drawing.fetched
 
     def take_in(self, lane: int) -> None:
         """The host takes in what was drawn for the lane's step before."""
         drawing: Any = self.coming.pop(lane)
-        self.gpu.read(drawing._fetched.host.numpy(), "what was drawn")
+        self.gpu.read(drawing.fetched.host.numpy(), "what was drawn")
 
     def _batch(self, lane: int, num_rows: int, step: int) -> StepBatch:
         request = Request("r", PROMPT, SamplingParams(temperature=0), 1, seed=0)

@@ -259,8 +259,6 @@ class MirrorMachine(RuleBasedStateMachine):
         if self.change(Open(sequence, reserved, num_tokens, words_of(keys), *gap)):
             self.tokens[sequence], self.reserved[sequence] = chain[:num_tokens], reserved
             self.started_with[sequence] = set(keys)
-            if self.mirror is not None and not self.idle():
-                self.doubtful.add(sequence)  # several others may still bring these
             if gap[1]:
                 self.unprotected.add(sequence)
                 self.behind[sequence] = gap[1], chain[gap[1] : num_tokens]

@@ -75,19 +75,6 @@ class Entered:
             if _file(code).split("/")[0] in PACKAGES
         }
 
-    @property
-    def files(self) -> set[str]:
-        return {file for file, _ in self.functions}
-
-    @property
-    def num_lines(self) -> int:
-        return sum(self.functions.values())
-
-    @property
-    def num_calls(self) -> int:
-        """Of all functions in Python, the standard library's too."""
-        return sum(self.calls.values())
-
 
 @cache
 def _file(code: CodeType) -> str:

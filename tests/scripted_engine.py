@@ -44,6 +44,7 @@ from fastdecode.text.grammars import GrammarMasks
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker
 from rworker.worker import start_worker_thread
+from sworker.buffers import Fetched
 from sworker.sampling.sampler import SampledToken
 
 VOCAB = 97
@@ -75,7 +76,6 @@ class ScriptedPass:
     themselves, in every head. Where heads differ, another token comes out."""
 
     place = None
-    is_over = False
 
     def __init__(self, token_ids: np.ndarray, positions: np.ndarray, num_heads: int) -> None:
         self.layer = 0
@@ -104,10 +104,7 @@ class ScriptedPass:
 @dataclass
 class ScriptedDrawing:
     tokens: list[SampledToken]
-    done = True
-
-    def wait(self) -> None:
-        pass
+    fetched = Fetched(torch.empty(0))
 
 
 class ScriptedSWorker:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as Seq
 from copy import copy
 from dataclasses import replace
@@ -42,8 +42,9 @@ from fastdecode.engine.requests import Requests, Samples, StepSamples
 from fastdecode.engine.stats import EngineFigures, EngineStats, figures_of
 from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.pipeline import LaneStep, Pipeline
+from fastdecode.engine.step.remote import HostCopy
 from fastdecode.schedule.life import events
-from fastdecode.schedule.plan import Chunk, Send, num_in_prompts
+from fastdecode.schedule.plan import Send
 from fastdecode.wire.blocks import SESSION_RESUMED, Open, Refused
 from fastdecode.wire.traits import unasked
 from sworker.failures import raise_typed
@@ -206,60 +207,53 @@ class Engine:
                 follow.
         """
         try:
-            self._step()
+            stats, pipeline = self.stats, self._pipeline
+            started = began = time.perf_counter()
+            before_s = began_wait_s = pipeline.wait_s
+            r_compute_s = stats.r_compute_s
+            num_steps, num_prompt_tokens = stats.num_steps, stats.num_prompt_tokens
+            is_prefill, num_lanes = False, pipeline.num_lanes
+            for extension in self._extensions:
+                num_lanes = extension.num_lanes(num_lanes)
+            if num_lanes != pipeline.num_lanes:
+                self.set_num_lanes(num_lanes)
+            while stats.num_steps == num_steps:
+                if not self._has_pending:
+                    for extension in self._extensions:
+                        extension.listen()
+                self._take_news()
+                if not (self._recovery.is_watching and self._recovery.is_stranded()):
+                    for lane in pipeline.idle:
+                        self._launch(lane)
+                if self._coming:
+                    for lane in self._coming.keys() & pipeline.idle:
+                        self._take_in(lane)  # no step of that lane follows
+                if not self._has_pending:
+                    self._is_idle = True
+                    return
+                steps = pipeline.in_flight.values()
+                is_prefill, runs = any(x.batch.num_prompt_tokens for x in steps), bool(steps)
+                self._run_on()
+                if not runs:  # waits before a step are not part of its time
+                    began, began_wait_s = time.perf_counter(), pipeline.wait_s
+            ended, wait_s = time.perf_counter(), pipeline.wait_s
+            stats.wait_s += wait_s - before_s
+            if is_prefill:
+                stats.prefill_s += ended - started
+            else:
+                stats.decode_s += ended - started
+            if self._lifecycle.keeps_blocks:
+                idle_s = max(0.0, wait_s - began_wait_s - (stats.r_compute_s - r_compute_s))
+                num_run = stats.num_prompt_tokens - num_prompt_tokens
+                self._lifecycle.stepped(num_run, ended - began, idle_s)
         except Exception as error:
             raise_typed(error)
-
-    def _step(self) -> None:
-        stats, pipeline = self.stats, self._pipeline
-        started = began = time.perf_counter()
-        before_s = began_wait_s = pipeline.wait_s
-        r_compute_s = stats.r_compute_s
-        num_steps, num_prompt_tokens = stats.num_steps, stats.num_prompt_tokens
-        is_prefill = _runs_prompt(pipeline)
-        num_lanes = pipeline.num_lanes
-        for extension in self._extensions:
-            num_lanes = extension.num_lanes(num_lanes)
-        if num_lanes != pipeline.num_lanes:
-            self.set_num_lanes(num_lanes)
-        while stats.num_steps == num_steps:
-            self._launch_idle()
-            if not self._has_pending:
-                self._is_idle = True
-                return
-            is_prefill = _runs_prompt(pipeline)
-            runs = bool(pipeline.in_flight)
-            self._run_on()
-            if not runs:  # waits before a step are not part of its time
-                began, began_wait_s = time.perf_counter(), pipeline.wait_s
-        ended, wait_s = time.perf_counter(), pipeline.wait_s
-        stats.wait_s += wait_s - before_s
-        if is_prefill:
-            stats.prefill_s += ended - started
-        else:
-            stats.decode_s += ended - started
-        if self._lifecycle.keeps_blocks:
-            idle_s = max(0.0, wait_s - began_wait_s - (stats.r_compute_s - r_compute_s))
-            num_run = stats.num_prompt_tokens - num_prompt_tokens
-            self._lifecycle.stepped(num_run, ended - began, idle_s)
 
     @property
     def _has_pending(self) -> bool:
         """True if a step is in flight, tokens are on their way to the host, or an answer about a
         room is owed."""
         return bool(self._pipeline.in_flight or self._coming or self._lifecycle.is_owed)
-
-    def _launch_idle(self) -> None:
-        """Take in what has happened, and start the idle lanes' steps."""
-        if not self._has_pending:
-            for extension in self._extensions:
-                extension.listen()
-        self._take_news()
-        if not (self._recovery.is_watching and self._recovery.is_stranded()):
-            for lane in self._pipeline.idle:
-                self._launch(lane)
-        for lane in set(self._coming).intersection(self._pipeline.idle):
-            self._take_in(lane)  # no step of that lane follows
 
     def _run_on(self) -> None:
         """Run until some lane has finished its step, or news has arrived."""
@@ -347,10 +341,9 @@ class Engine:
             self._state.num_launched += 1
             if self.requests.prompt_questions.open:
                 batch = replace(batch, asks=self.requests.prompt_questions.asks(batch))
-            fed_by = None
-            if lane in self._coming:
-                tokens = self._coming[lane]
-                batch, fed_by = replace(batch, feed=tokens.feed(batch)), tokens.drawing
+            fed_by: HostCopy | None = None
+            if (tokens := self._coming.get(lane)) is not None and tokens.drawing is not None:
+                batch, fed_by = replace(batch, feed=tokens.feed(batch)), tokens.drawing.fetched
                 self.stats.num_ahead += 1
             planned_s = time.perf_counter() - started - (self._pipeline.wait_s - waited)
             self._pipeline.launch(lane, batch, batch.last_rows[batch.draws], planned_s, fed_by)
@@ -368,18 +361,31 @@ class Engine:
 
     def _finish_step(self, step: LaneStep) -> None:
         """Apply the tokens of a lane's step that is over, or let its next step begin first."""
-        ran_s = time.perf_counter()
-        self._count_step(step.record.r_compute_s)
-        wanted = self._lifecycle.sequences.wanted(step.batch.chunks)
+        ran_s, stats, lives = time.perf_counter(), self.stats, self._lifecycle.sequences
+        each_s = {x: s for x, s in step.record.r_compute_s.items() if x in self._timed}
+        stats.num_steps += 1
+        stats.r_compute_s += max(each_s.values(), default=0.0)
+        for holder, busy_s in each_s.items():
+            stats.r_busy_s += busy_s
+            stats.r_busy_each_s[holder] += busy_s
+        wanted = lives.wanted(step.batch.chunks)
         for extension in self._extensions:
             extension.ran(wanted)
         # Before what the step has ended is freed: the holders have held it all through the step.
-        self._count_load(wanted)
+        load = lives.num_cached_tokens
+        for chunk in wanted:
+            load += chunk.num_tokens
+            if chunk.sequence.num_cached < len(chunk.sequence.request.prompt_token_ids):
+                stats.num_prompt_tokens += chunk.num_in_prompt
+        stats.load_sum += load
+        stats.load_peak = max(stats.load_peak, load)
+        if self._trace is not None:
+            scheduler = self._lifecycle.scheduler
+            self._trace.load(ran_s, scheduler.num_running, len(scheduler.waiting), load)
         tokens, step.draws = step.draws, None  # else a cycle would keep the model alive
         if isinstance(tokens, StepSamples) and tokens.goes_ahead:
             self._coming[step.lane] = tokens
-            coming = self._lifecycle.sequences.wanted(tokens.chunks)
-            sequences = tuple([chunk.sequence for chunk in coming])
+            sequences = tuple([chunk.sequence for chunk in lives.wanted(tokens.chunks)])
             self._apply(events.StepDone(step.lane, (), sequences))
             return
         drawn = self._samples.accept(tokens) if isinstance(tokens, StepSamples) else ()
@@ -405,29 +411,3 @@ class Engine:
         self.requests.tell(drawn)
         for extension in self._extensions:
             extension.completed(step, time.perf_counter() - began_s)
-
-    def _count_step(self, r_compute_s: Mapping[HolderId, float]) -> None:
-        """Count a step, with the seconds that each holder has computed."""
-        stats, timed = self.stats, self._timed
-        each_s = {holder: s for holder, s in r_compute_s.items() if holder in timed}
-        stats.num_steps += 1
-        stats.r_compute_s += max(each_s.values(), default=0.0)
-        stats.r_busy_s += sum(each_s.values())
-        for holder, busy_s in each_s.items():
-            stats.r_busy_each_s[holder] += busy_s
-
-    def _count_load(self, wanted: Seq[Chunk]) -> None:
-        """Count the cached tokens at the end of a step, and the prompt tokens that ran in it."""
-        num_tokens, stats = sum([chunk.num_tokens for chunk in wanted]), self.stats
-        load = self._lifecycle.sequences.num_cached_tokens + num_tokens
-        stats.load_sum += load
-        stats.load_peak = max(stats.load_peak, load)
-        stats.num_prompt_tokens += num_in_prompts(wanted)
-        if self._trace is not None:
-            scheduler, now = self._lifecycle.scheduler, time.perf_counter()
-            self._trace.load(now, scheduler.num_running, len(scheduler.waiting), load)
-
-
-def _runs_prompt(pipeline: Pipeline) -> bool:
-    """Return True if part of a prompt runs in any step in flight."""
-    return any(step.batch.num_prompt_tokens for step in pipeline.in_flight)

@@ -191,41 +191,6 @@ class Requests:
         known = self._generations
         return [known[chunk.sequence.sequence_id] for chunk in chunks]
 
-    def accept(
-        self,
-        generations: Iterable[Generation],
-        sampled: Iterable[SampledToken],
-        stats: EngineStats,
-        now: float,
-        peers: Iterable[str] = (),
-    ) -> tuple[Drawn, ...]:
-        """Take in the tokens drawn just now. One that met an error ends its request: its
-        siblings get none. ``peers``: R-workers of the step."""
-        drawn: list[Drawn] = []
-        failed: set[str] = set()
-        for generation, token in zip(generations, sampled, strict=True):
-            sequence = generation.sequence
-            if sequence.request.request_id in failed:
-                continue
-            if (error := token.error) is not None:
-                failed.add(sequence.request.request_id)
-                if error.code == NON_FINITE:
-                    sequence.is_spoilt = True
-                    peers = list(peers)
-                    text = f"{error.message}. Its step was attended by {', '.join(peers)}"
-                    error = RequestError(text, code=NON_FINITE)
-                drawn.append(Drawn(sequence, error=error))
-                continue
-            stats.num_output_tokens += 1
-            if generation.first_token_s is None:
-                generation.first_token_s = now
-                if not generation.num_known:
-                    stats.ttft.add(now - generation.submitted_s)
-            generation.last_token_s = now
-            reason = generation.append(token)
-            drawn.append(Drawn(sequence, token.token_id, reason))
-        return tuple(drawn)
-
     def tell(self, drawn: Iterable[Drawn]) -> None:
         """Give listeners what was drawn, once the lifecycle has taken it in. They have the end of
         sequences that are over already."""
@@ -285,11 +250,11 @@ class StepSamples:
 
     @property
     def done(self) -> bool:
-        return self.goes_ahead or self.drawing is None or self.drawing.done
+        return self.goes_ahead or self.drawing is None or self.drawing.fetched.done
 
     def wait(self) -> None:
         if self.drawing is not None:
-            self.drawing.wait()
+            self.drawing.fetched.wait()
 
     def feed(self, batch: StepBatch) -> Feed | None:
         """Return what the lane's next step is fed of the tokens."""
@@ -328,7 +293,7 @@ class Samples:
         chunks = [chunks[row] for row in rows]
         states = [one.sampling for one in self._requests.generations_of(chunks)]
         drawing = self._s_worker.draw(logits, states, step.lane)
-        is_done = drawing.done
+        is_done = drawing.fetched.done
         # Where no token can be another one than the device believes, and
         # some sequence steps on for all that is known.
         goes_ahead = (
@@ -351,7 +316,8 @@ class Samples:
         )  # fmt: skip
 
     def accept(self, tokens: StepSamples) -> tuple[Drawn, ...]:
-        """Take in what was drawn for sequences that are still wanted. Wait until it is here."""
+        """Take in what was drawn for sequences that are still wanted. Wait until it is here. One
+        that met an error ends its request: its siblings get no token."""
         lives = self._lives
         if tokens.asked is not None and tokens.found is not None:
             wanted = lives.wanted(tokens.asked.chunks)
@@ -366,9 +332,28 @@ class Samples:
         wanted = (lives.awaiting if tokens.goes_ahead else lives.wanted)(tokens.chunks)
         rows = _rows_of(tokens.chunks, wanted)
         generations = self._requests.generations_of([tokens.chunks[row] for row in rows])
-        found = [sampled[row] for row in rows]
-        peers = (self._state.fleet.peer(span.holder) for span in step.batch.spans)
-        return self._requests.accept(generations, found, self._state.stats, now, peers)
+        stats, drawn, failed = self._state.stats, list[Drawn](), set[str]()
+        for generation, row in zip(generations, rows, strict=True):
+            sequence, token = generation.sequence, sampled[row]
+            if sequence.request.request_id in failed:
+                continue
+            if (error := token.error) is not None:
+                failed.add(sequence.request.request_id)
+                if error.code == NON_FINITE:
+                    sequence.is_spoilt = True
+                    peers = [self._state.fleet.peer(span.holder) for span in step.batch.spans]
+                    text = f"{error.message}. Its step was attended by {', '.join(peers)}"
+                    error = RequestError(text, code=NON_FINITE)
+                drawn.append(Drawn(sequence, error=error))
+                continue
+            stats.num_output_tokens += 1
+            if generation.first_token_s is None:
+                generation.first_token_s = now
+                if not generation.num_known:
+                    stats.ttft.add(now - generation.submitted_s)
+            generation.last_token_s = now
+            drawn.append(Drawn(sequence, token.token_id, generation.append(token)))
+        return tuple(drawn)
 
 
 def _rows_of(chunks: Seq[Chunk], wanted: Seq[Chunk]) -> Seq[int]:

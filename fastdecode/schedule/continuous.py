@@ -29,12 +29,18 @@ from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
-from fastdecode.schedule.plan import Chunk, LanePlan, Start
+from fastdecode.schedule.plan import (
+    NOT_BOOKED,
+    Chunk,
+    Lane,
+    LanePlan,
+    RunningSequence,
+    Start,
+    WaitingQueue,
+)
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.reserving.outgrown import Outgrown
 from fastdecode.schedule.reserving.starts import OwnHolders, Starts
-from fastdecode.schedule.running import NOT_BOOKED, Lane, RunningSequence
-from fastdecode.schedule.waiting_queue import WaitingQueue
 
 
 class ContinuousScheduler:
@@ -110,17 +116,17 @@ class ContinuousScheduler:
             may_start: sequences may start.
         """
         lane = self.lanes[lane_index]
-        due = lane.due
-        if lane.is_planned and due:
+        if lane.is_planned and (due := lane.due):
             if not self.waiting or not all(run.is_fetching for run in due):
                 return LanePlan()
             for run in due:  # others do not wait for their blocks
                 _put_off(lane, run)
         lane.is_planned = True
         lane.step += 1
-        lane.budget.next_step()
-        if not lane.running:
-            lane.budget.clear()
+        if lane.budget.booked:
+            lane.budget.next_step()
+            if not lane.running:
+                lane.budget.clear()
         grows, suspended = self._outgrown.make_room(lane) if lane.outgrown else ([], [])
         for run in suspended:
             self.waiting.come_back(run.sequence)
@@ -130,7 +136,7 @@ class ContinuousScheduler:
         starts: Seq[Start] = ()
         if may_start and self.waiting:
             starts = self._start_waiting(lane)
-        elif may_start:
+        elif may_start and lane.admission.follows_steps:
             lane.admission.begin_step(lane.step, len(lane.running), 0, 0)
         return LanePlan(tuple(run.sequence for run in suspended), tuple(grows), tuple(starts))
 

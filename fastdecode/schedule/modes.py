@@ -18,10 +18,10 @@ from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.hybrid.control import HybridControl, HybridOptions
 from fastdecode.schedule.lengths import LearntLengths, LengthPredictor
 from fastdecode.schedule.options import ScheduleOptions
+from fastdecode.schedule.plan import Lane
 from fastdecode.schedule.prefill import PrefillBudget
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.reserving.starts import OwnHolders
-from fastdecode.schedule.running import Lane
 from fastdecode.schedule.times import StepTime, balanced_loads
 
 __all__ = ["ScheduleOptions", "make_scheduler"]

@@ -60,15 +60,16 @@ class PrefillBudget:
         self._max_closed_rows = max_closed_rows
         self._part_tokens = part_tokens
         self.whole_prompts = whole_prompts
-        self._booked: deque[_Booked] = deque()  # this step's first
+        self.booked: deque[_Booked] = deque()
+        """Room that is booked in this step, the next one, and so on."""
 
     def next_step(self) -> None:
-        if self._booked:
-            self._booked.popleft()
+        """Begin the next step. Something is booked."""
+        self.booked.popleft()
 
     def clear(self) -> None:
         """Remove all bookings."""
-        self._booked.clear()
+        self.booked.clear()
 
     def chunks(
         self, num_tokens: int, first: int = 0, *, parts: Seq[int] | None = None, ahead: int = 0
@@ -83,12 +84,12 @@ class PrefillBudget:
             ahead: number of the step. 0 for the present one.
         """
         chunks: list[int] = []
-        taken = self._booked[ahead].tokens if ahead < len(self._booked) else 0
+        taken = self.booked[ahead].tokens if ahead < len(self.booked) else 0
         if self.whole_prompts and taken and taken + num_tokens > self._max_step_tokens:
             return ()
         while num_tokens:
             step = ahead + len(chunks)
-            booked = self._booked[step] if step < len(self._booked) else _Booked()
+            booked = self.booked[step] if step < len(self.booked) else _Booked()
             chunk = min(num_tokens, self._max_chunk, self._max_step_tokens - booked.tokens)
             if parts is not None:
                 assert self._part_tokens is not None
@@ -129,9 +130,9 @@ class PrefillBudget:
         self, chunks: Iterable[int], first: int, parts: Seq[int] | None, ahead: int, sign: int
     ) -> None:
         for step, chunk in enumerate(chunks, ahead):
-            while step >= len(self._booked):
-                self._booked.append(_Booked())
-            booked = self._booked[step]
+            while step >= len(self.booked):
+                self.booked.append(_Booked())
+            booked = self.booked[step]
             booked.tokens += sign * chunk
             for holder, num_closed in self._closed(parts or (), first).items():
                 booked.closed_rows[holder] += sign * chunk * num_closed

@@ -38,7 +38,7 @@ consecutive tokens of N sequences, over the same layers and heads. Its data::
             each beginning at a multiple of 64 bytes
 
 **Replicas' tokens.** A chunk of a replica has all layers and heads of its tokens, which come in
-their order. A sequence may share tokens that another one still lacks: they come for both.
+their order.
 
 **Cached blocks.** A key of 128 bits says what tokens a block and all before it hold. The cache
 refers to a block as a sequence that never appends does, so a cached block is never written. A

@@ -134,7 +134,7 @@ from fastdecode.wire.traits import MAX_LANES as MAX_LANES
 from fastdecode.wire.traits import Activations as Activations
 from fastdecode.wire.traits import Message as Message
 
-PROTOCOL_VERSION = 27
+PROTOCOL_VERSION = 28
 
 MAX_STEP_TOKENS = 1 << 23
 """Most tokens that a step of one lane appends on one R-worker, and most that it attends there.

@@ -45,10 +45,6 @@ class BlockPool:
         fresh = np.arange(self._num_taken, self.num_blocks)
         return np.concatenate((self._returned[: self._num_returned], fresh))
 
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in (self._returned, self._refcount, self._num_tails))
-
     def are_shared(self, blocks: Blocks) -> NDArray[np.bool_]:
         """Return True for each block that several sequences refer to."""
         shared: NDArray[np.bool_] = self._refcount[blocks] > 1

@@ -33,11 +33,6 @@ class BlockTables:
         self.gaps: dict[int, range] = {}
         """Missing tokens with others behind them, by row."""
 
-    @property
-    def nbytes(self) -> int:
-        arrays = (self.blocks, self.widths, self.lengths, self.reserved)
-        return sum(array.nbytes for array in arrays)
-
     def row(self, sequence_id: int) -> int:
         """Return a sequence's row. Raises: ProtocolError: If it is not open."""
         try:

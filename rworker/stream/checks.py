@@ -16,8 +16,7 @@ from fastdecode.wire.blocks import MAX_CHUNK_BYTES, MAX_PIECES, ChunkForm, ReadB
 from fastdecode.wire.messages import Hello
 from rworker.blocks.appending import Appended
 from rworker.blocks.kv_store import KVStore
-from rworker.cache_state import CacheState
-from rworker.checks import check_arrays
+from rworker.cache_state import CacheState, check_arrays
 from rworker.stream.chunks import ChunkShape, layout_of
 
 _BYTES: Final = np.dtype(np.uint8)

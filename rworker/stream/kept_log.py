@@ -6,13 +6,13 @@ A block that no open sequence brings is **lacking**: it is sent by itself, by it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.wire.blocks import Name, words_of
+from fastdecode.wire.blocks import NO_PARENT, Name, words_of
 from rworker.blocks.cached_blocks import CachedBlocks
 
 
@@ -63,14 +63,14 @@ class KeptLog:
         full = sorted(block for block in brought if (block + 1) * self._block_size <= num_tokens)
         for _, run in groupby(enumerate(full), lambda each: each[1] - each[0]):
             blocks = [block for _, block in run]
-            yield self.carried(sequence, [brought.pop(block) for block in blocks], blocks[0])
+            yield self.carried(sequence, [brought[block] for block in blocks], blocks[0])
 
     def leave(self, sequence: int, num_tokens: int = 0) -> None:
         """Note that a sequence brings only blocks within its first ``num_tokens``."""
         brought = self._brought.get(sequence, {})
         for block in [b for b in brought if (b + 1) * self._block_size > num_tokens]:
-            key = brought.pop(block)
-            del self._origins[key]
+            key = brought[block]
+            self._leave_origin(key)
             self._lacking[key] = None
         if not brought:
             self._brought.pop(sequence, None)
@@ -78,7 +78,7 @@ class KeptLog:
     def carried(self, sequence: int, keys: Sequence[bytes], first_block: int = 0) -> Name:
         """Name blocks of a sequence that have been sent."""
         for key in keys:
-            self._origins.pop(key, None)
+            self._leave_origin(key)
             self._lacking.pop(key, None)
             self._there.add(key)
         return Name(sequence, first_block, words_of(keys))
@@ -88,38 +88,47 @@ class KeptLog:
         gone: list[bytes] = []
         for key in keys:
             self._lacking.pop(key, None)
+            self._leave_origin(key)
             if key in self._there:
                 self._there.remove(key)
                 gone.append(key)
-            elif key in self._origins:
-                sequence, block = self._origins.pop(key)
-                del self._brought[sequence][block]
         return gone
 
     def has(self, keys: Iterable[bytes]) -> bool:
         """Return True if the replica has all of these blocks."""
         return self._there.issuperset(keys)
 
-    def parent(self, keys: Sequence[bytes]) -> int | None:
-        """Return the sequence that has, or brings, these as its first blocks. None if the replica
-        needs others for some."""
-        origin = self._origins.get(keys[-1])
-        if origin is None or origin[1] != len(keys) - 1:
-            return None
-        sequence = origin[0]
-        for block, key in enumerate(keys):
-            if key not in self._there and self._origins.get(key) != (sequence, block):
-                return None
-        return sequence
+    def needed(
+        self, keys: Iterable[bytes], brings: Callable[[int], bool]
+    ) -> tuple[dict[int, int], list[bytes]] | None:
+        """Return what the replica lacks of these blocks, which a sequence starts with.
 
-    def to_carry(self, keys: Iterable[bytes]) -> list[bytes] | None:
-        """Return which of these can be read and have to be sent by themselves. None if one is on
-        its way from the lower tier."""
-        missing = [key for key in keys if key not in self._there and key not in self._origins]
-        if any(self._cached.is_coming(key) for key in missing):
-            return None
-        return [key for key in missing if self._cached.is_there(key)]
+        Args:
+            brings: true for a sequence whose tokens can be sent.
+
+        Returns:
+            How many tokens of sequences bring some, and the keys of those to be sent by
+            themselves. None if one is on its way from the lower tier.
+        """
+        ends: dict[int, int] = {}
+        alone: list[bytes] = []
+        for key in keys:
+            sequence, block = self._origins.get(key, (NO_PARENT, 0))
+            if key in self._there:
+                continue
+            if brings(sequence):
+                ends[sequence] = max(ends.get(sequence, 0), (block + 1) * self._block_size)
+            elif self._cached.is_coming(key):
+                return None
+            elif self._cached.is_there(key):
+                alone.append(key)
+        return ends, alone
 
     def places(self, keys: Sequence[bytes]) -> NDArray[np.int64]:
         """Return the ids of these blocks in the cache, [B]."""
         return self._cached.of_keys(keys).astype(np.int64)
+
+    def _leave_origin(self, key: bytes) -> None:
+        """Note that no sequence brings a block any more."""
+        sequence, block = self._origins.pop(key, (NO_PARENT, 0))
+        self._brought.get(sequence, {}).pop(block, None)

@@ -31,7 +31,7 @@ from msgspec.structs import replace
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.blocks import Forget, KeptToRWorker, Name, StoreChunk, words_of
+from fastdecode.wire.blocks import NO_PARENT, Forget, KeptToRWorker, Name, StoreChunk, words_of
 from fastdecode.wire.messages import Accepted, Close, FromRWorker, Hello, Open
 from fastdecode.wire.traits import THE_ONLY, Role
 from rworker.cache_state import CacheState
@@ -95,6 +95,7 @@ class Mirror:
 
     def follow(self, change: KeptToRWorker) -> None:
         """Let the replica follow a change that the cache has accepted."""
+        self._told.expect(change)
         self._changes.append(replace(change, holder=THE_ONLY))
 
     def end_step(self, lane: int, step: int) -> None:
@@ -177,10 +178,22 @@ class Mirror:
         needed = self._told.needed(self._changes[0])
         if needed is None:
             return False
-        if needed:
-            return self._carry(needed)
+        tokens, keys = needed
+        if tokens:
+            return bool(self._send(tokens))
+        if keys:
+            return self._carry(keys)
         self._ready.extend(self._told.change(self._changes.popleft()))
         return True
+
+    def _send(self, behind: dict[int, int]) -> dict[int, int]:
+        """Send as many of these numbers of sequences' next tokens as one chunk takes. Return them:
+        none without credit."""
+        tokens = self._told.fitting(behind)
+        if not self._has_credit(self._told.num_bytes(sum(tokens.values()))):
+            return {}
+        self._ready.extend(self._told.send(tokens))
+        return tokens
 
     def _carry(self, keys: list[bytes]) -> bool:
         """Send the first of these cached blocks. Return False if there is no credit."""
@@ -201,35 +214,30 @@ class Mirror:
             self._carried_last = True
             return self._carry(lacking)
         self._carried_last = False
-        tokens = self._told.fitting(behind)
-        if not tokens or not self._has_credit(self._told.num_bytes(sum(tokens.values()))):
-            return False
-        is_all = tokens == behind and self._has_caught_up
-        self._ready.extend(self._told.send(tokens))
-        if is_all:
+        tokens = self._send(behind) if behind else {}
+        if tokens and tokens == behind and self._has_caught_up:
             self._read, self._ended = self._ended, {}
-        return True
+        return bool(tokens)
 
 
 def _as_changes(books: CacheState) -> Iterator[KeptToRWorker]:
-    """Return the changes that make an empty cache's sequences share blocks as these do."""
+    """Return the changes that make an empty cache's sequences share blocks as these do, as far as
+    they begin with the same ones."""
     tables, size = books.store.tables, books.store.block_size
-    first_with: dict[int, int] = {}  # block → the first sequence that has it
+    # The first sequence that begins with the first blocks of another one, and continues with this.
+    first_with: dict[tuple[int, int, int], int] = {}
     key_of = books.store.cached.key_of()
     for sequence, row in tables.row_of.items():
         if row in tables.gaps:
             continue
-        reserved = int(tables.reserved[row])
         blocks = tables.of_row(row).tolist()[: int(tables.lengths[row]) // size]
-        num_shared = 0
-        while num_shared < len(blocks) and blocks[num_shared] in first_with:
-            num_shared += 1
-        if num_shared:
-            parent = first_with[blocks[num_shared - 1]]
-            yield Open(sequence, reserved, num_shared * size, parent_id=parent)
-        else:
-            yield Open(sequence, reserved)
-        for number, block in enumerate(blocks[num_shared:], num_shared):
-            first_with[block] = sequence
-            if block in key_of:
-                yield Name(sequence, number, words_of([key_of[block]]))
+        parent = same = NO_PARENT
+        num_shared, names = 0, list[Name]()
+        for place, block in enumerate(blocks):
+            same = first_with.setdefault((same, place, block), sequence)
+            if same != sequence:
+                parent, num_shared = same, place + 1
+            elif block in key_of:
+                names.append(Name(sequence, place, words_of([key_of[block]])))
+        yield Open(sequence, int(tables.reserved[row]), num_shared * size, parent_id=parent)
+        yield from names

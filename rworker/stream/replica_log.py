@@ -1,17 +1,19 @@
 """What the replica knows of each sequence of a cache, and what to send it next.
 
-A sequence that is resumed from cached blocks shares them at the replica, too: what
-the replica lacks of them is sent before it. One that is resumed with a gap, or from
-blocks that several open sequences bring, isn't replicated, nor are its forks: its
-cached blocks are.
+What a sequence starts with precedes it: tokens of the sequence that it is a fork of, and cached
+blocks. So the replica shares blocks as the cache does. A sequence that is resumed with a gap, or
+from blocks that were evicted before they could be sent, has no replica, nor have its forks. Its
+cached blocks have.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fastdecode.core.holders import HolderId
@@ -60,24 +62,40 @@ class ReplicaLog:
         room = (MAX_CHUNK_BYTES - 2 * ALIGNMENT) * kv.block_size
         self._most_tokens = max(1, room // max(sizes))
         self._sent: dict[int, int] = {}
+        self._losses: Counter[int] = Counter()  # changes to come that take tokens away
 
     @property
     def lacking(self) -> list[bytes]:
         """Keys of cached blocks that have to be carried to the replica, up to one chunk's."""
         return self._kept.lacking(self.most_carried)
 
-    def needed(self, change: KeptToRWorker) -> list[bytes] | None:
-        """Return keys of cached blocks that have to be carried before a change. None if some have
-        to come from the lower tier first."""
-        if not isinstance(change, Open) or change.keys is None:
-            return []
-        keys = keys_of(change.keys)
-        if change.gap_start < change.gap_stop or self._kept.parent(keys) is not None:
-            return []
-        return self._kept.to_carry(keys)
+    def expect(self, change: KeptToRWorker) -> None:
+        """Note a change that the cache has made, and the replica is to follow."""
+        if isinstance(change, Close | Truncate):
+            self._losses[change.sequence_id] += 1
+
+    def needed(self, change: KeptToRWorker) -> tuple[dict[int, int], list[bytes]] | None:
+        """Return what has to be sent before a change: how many of the next tokens of sequences, and
+        the keys of cached blocks. None if some have to come from the lower tier first."""
+        if not isinstance(change, Open) or change.gap_start < change.gap_stop:
+            return {}, []
+        ends, keys = {change.parent_id: change.num_tokens}, list[bytes]()
+        if change.keys is not None:
+            needed = self._kept.needed(keys_of(change.keys), self._can_send)
+            if needed is None:
+                return None
+            ends, keys = needed
+        missing = {s: end - self._sent[s] for s, end in ends.items() if self._can_send(s)}
+        return {s: count for s, count in missing.items() if count > 0}, keys
+
+    def _can_send(self, sequence: int) -> bool:
+        """Return True if the cache still has all tokens of a sequence that the replica is to get
+        before the next change."""
+        is_open = sequence in self._sent and sequence in self._books.store
+        return is_open and not self._losses[sequence]
 
     def change(self, change: KeptToRWorker) -> Iterator[ToNeighbour]:
-        """Return what to send of a change, once all that it needs is carried."""
+        """Return what to send of a change, once all that it needs is sent."""
         match change:
             case Name(sequence, first):
                 self._kept.keep(sequence, first, keys_of(change.keys))
@@ -91,41 +109,31 @@ class ReplicaLog:
             case Open(sequence, keys=None, parent_id=parent) if parent == NO_PARENT:
                 self._sent[sequence] = 0
                 yield change
-            case Open(keys=None):
-                if change.parent_id in self._sent:
-                    yield self._fork(change)
-            case Open(gap_start=start, gap_stop=stop):
-                if start == stop:
-                    yield from self._resume(change)
+            case Open(sequence, keys=None):
+                if (sent := self._sent.get(change.parent_id)) is not None:
+                    self._sent[sequence] = shared = min(sent, change.num_tokens)
+                    parent = change.parent_id if shared else NO_PARENT
+                    yield replace(change, num_tokens=shared, parent_id=parent)
+            case Open(sequence, gap_start=start, gap_stop=stop):
+                if start == stop and self._kept.has(keys_of(change.keys)):
+                    self._sent[sequence] = change.num_tokens
+                    yield change
             case Close(sequence):
+                self._losses.pop(sequence, None)
                 self._kept.leave(sequence)
                 if self._sent.pop(sequence, None) is not None:
                     yield Close(sequence)
                 if change.tail:
                     self._kept.keep_tail(bytes.fromhex(change.tail))
             case Truncate(sequence, num_tokens):
+                self._losses[sequence] -= 1
                 if sequence in self._sent:
                     self._kept.leave(sequence, num_tokens)
-                    self._sent[sequence] = min(num_tokens, self._sent[sequence])
-                    yield change
+                    self._sent[sequence] = count = min(num_tokens, self._sent[sequence])
+                    yield Truncate(sequence, count)
             case Extend(sequence):
                 if sequence in self._sent:
                     yield change
-
-    def _fork(self, fork: Open) -> Open:
-        """Note a new sequence that shares another's first tokens, which may still have to come."""
-        self._sent[fork.sequence_id] = min(fork.num_tokens, self._sent[fork.parent_id])
-        return fork
-
-    def _resume(self, change: Open) -> Iterator[ToNeighbour]:
-        assert change.keys is not None
-        sequence, keys = change.sequence_id, keys_of(change.keys)
-        if self._kept.has(keys):
-            self._sent[sequence] = change.num_tokens
-            yield change
-        elif (parent := self._kept.parent(keys)) is not None:
-            sizes = change.num_reserved_tokens, change.num_tokens
-            yield self._fork(Open(sequence, *sizes, parent_id=parent))
 
     def behind(self) -> dict[int, int]:
         """Count the tokens of each sequence that haven't been sent, once all changes are made."""

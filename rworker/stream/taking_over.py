@@ -18,7 +18,6 @@ from fastdecode.wire.blocks import (
     words_of,
 )
 from fastdecode.wire.messages import Accepted, Close, Refused
-from fastdecode.wire.traits import Role
 from rworker.cache_state import CacheState
 
 
@@ -26,14 +25,10 @@ def truncate(books: CacheState, message: Truncate) -> Accepted | Refused:
     """Forget the last tokens of a sequence that is at rest."""
     sequence, num_tokens = message.sequence_id, message.num_tokens
     books.steps.check_at_rest(sequence)
-    if books.hello.role is Role.NEIGHBOUR:  # it may lack some of those that stay
-        num_tokens = min(num_tokens, books.store.num_tokens_of(sequence))
     try:
         books.store.truncate(sequence, num_tokens)
     except CapacityError as error:
         return Refused(sequence, error.code, error.message)
-    if books.arrived.get(sequence, num_tokens) >= num_tokens:
-        books.arrived.pop(sequence, None)
     return Accepted(sequence)
 
 
@@ -108,5 +103,4 @@ def _cut(books: CacheState, sequence: int, num_tokens: int) -> int:
     except CapacityError:
         books.close(Close(sequence))
         return MISSING
-    books.arrived.pop(sequence, None)
     return num_tokens

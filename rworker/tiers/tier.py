@@ -231,8 +231,7 @@ class DiskTier(Tier):
             oldest_s = min(self._running.values(), default=None)
             if oldest_s is not None and self._clock() - oldest_s >= STUCK_S and not self.is_broken:
                 self.is_broken = True
-                what = f"doesn't answer for {STUCK_S:g} s, and isn't asked any more"
-                self._note("stuck", what)
+                self._note("stuck", f"doesn't answer for {STUCK_S:g} s, and isn't asked any more")
                 self._give_up(self._jobs.values())
             job.num_told = job.num_there
             if job.is_over:
@@ -434,9 +433,10 @@ class DiskTier(Tier):
 
     def _note(self, kind: str, what: str, count: int = 1) -> None:
         """Count faults of a kind, and log the first one."""
-        if not self.counts[kind]:
-            logger.warning("%s %s", self.slots.path, what)
-        self.counts[kind] += count
+        with self._moved:
+            if not self.counts[kind]:
+                logger.warning("%s %s", self.slots.path, what)
+            self.counts[kind] += count
 
 
 def groups_of(

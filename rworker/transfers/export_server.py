@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -21,7 +21,7 @@ from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
 from fastdecode.wire.ranks import link_address
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import CLOSED, Connection, Hub, PeerLostError
-from rworker.transfers.neighbours import NeighbourConnection, Neighbours
+from rworker.transfers.neighbours import Neighbours, ThreadHubs, ThreadNeighbours
 
 if TYPE_CHECKING:
     from fastdecode.wire.mpi.hub import MpiJob
@@ -154,20 +154,6 @@ class ExportServer(threading.Thread):
             outside.close()
 
 
-class _Neighbours:
-    """Reaches R-workers of this process without a transport, and others over ZeroMQ."""
-
-    def __init__(self, here: Mapping[str, InprocHub[FromRWorker, ToRWorker]], hub: ZmqHub) -> None:
-        self._here = here
-        self._hub = hub
-
-    def open(self, address: str) -> NeighbourConnection:
-        if address not in self._here:
-            return self._hub.open(address)
-        here, _ = connect(InprocHub(), "a neighbour", self._here[address], f"R-worker {address}")
-        return here
-
-
 class ExportServers:
     """The export servers of an engine's R-workers over ZeroMQ. Close them once those have ended.
 
@@ -180,7 +166,7 @@ class ExportServers:
         self._silence_s = silence_s
         self._servers: dict[str, ExportServer] = {}
         self._addresses: dict[str, str] = {}
-        self._hubs: dict[str, InprocHub[FromRWorker, ToRWorker]] = {}  # by address
+        self._hubs: ThreadHubs = {}  # by address
         self._ways: list[ZmqHub] = []
 
     def add(self, name: str, hub: InprocHub[FromRWorker, ToRWorker]) -> Neighbours:
@@ -196,7 +182,7 @@ class ExportServers:
         self._servers[name] = ExportServer(name, listener, hub)
         self._servers[name].start()
         self._ways.append(ZmqHub(self._key, silence_s=silence_s))
-        return _Neighbours(self._hubs, self._ways[-1])
+        return ThreadNeighbours(self._hubs, self._ways[-1])
 
     def address_of(self, name: str) -> str:
         """Return the address at which others reach an R-worker."""

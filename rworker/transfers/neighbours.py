@@ -16,6 +16,7 @@ from fastdecode.wire.transport import Connection
 
 Take: TypeAlias = Callable[[FromRWorker], None]
 """Takes in an answer."""
+ThreadHubs: TypeAlias = dict[str, InprocHub[FromRWorker, ToRWorker]]
 REACH_S: Final = 20.0
 """Longest time to reach another R-worker. To answer, it may take longer."""
 
@@ -50,10 +51,15 @@ class Neighbourhood(Protocol):
 
 
 class ThreadNeighbours:
-    """R-workers that are threads of this process, by name."""
+    """R-workers that are threads of this process, and others over a transport, if there is one.
 
-    def __init__(self) -> None:
-        self._hubs: dict[str, InprocHub[FromRWorker, ToRWorker]] = {}
+    Args:
+        hubs: hubs of R-workers here, by name.
+    """
+
+    def __init__(self, hubs: ThreadHubs | None = None, others: Neighbours | None = None) -> None:
+        self._hubs: ThreadHubs = {} if hubs is None else hubs
+        self._others = others
 
     def add(self, name: str, hub: InprocHub[FromRWorker, ToRWorker]) -> Neighbours:
         self._hubs[name] = hub
@@ -63,6 +69,8 @@ class ThreadNeighbours:
         return name
 
     def open(self, address: str) -> NeighbourConnection:
+        if address not in self._hubs and self._others is not None:
+            return self._others.open(address)
         if address not in self._hubs:
             raise ConfigError(f"there is no R-worker {address!r} in this process")
         here, _ = connect(InprocHub(), "a neighbour", self._hubs[address], f"R-worker {address}")

@@ -15,26 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from cpu_kernels.isa import default_level, host_levels
-from sworker.model.linear import Embedding, Linear
+from sworker.model.linear import Embedding, Linear, PackedLinear
 from sworker.model.moe import ExpertLinear
 from sworker.model.skeleton import Model
 
 _AVX512_LANES: Final = 16
-
-
-class PackedLinear(nn.Module):
-    """A ``Linear`` whose weight oneDNN has put in order."""
-
-    def __init__(self, linear: Linear) -> None:
-        super().__init__()
-        self.splits, self.bias = linear.splits, linear.bias
-        self._weight: Any = torch.ops.mkldnn._reorder_linear_weight(linear.weight, None)
-        # The operator itself: through torch.ops each call would look for its overload.
-        self._multiply: Any = torch.ops.mkldnn._linear_pointwise.default._op
-
-    def forward(self, x: Tensor) -> Tensor:  # [T, in_size] → [T, sum(splits)]
-        y: Tensor = self._multiply(x, self._weight, self.bias, "none", [], "")
-        return y
 
 
 def activation_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

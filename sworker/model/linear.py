@@ -78,6 +78,21 @@ class Linear(nn.Module):
         return F.linear(x, own["weight"], own.get("bias"))
 
 
+class PackedLinear(nn.Module):
+    """A ``Linear`` whose weight oneDNN has put in order."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.splits, self.bias = linear.splits, linear.bias
+        self._weight: Any = torch.ops.mkldnn._reorder_linear_weight(linear.weight, None)
+        # The operator itself: through torch.ops each call would look for its overload.
+        self._multiply: Any = torch.ops.mkldnn._linear_pointwise.default._op
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, in_size] → [T, sum(splits)]
+        y: Tensor = self._multiply(x, self._weight, self.bias, "none", [], "")
+        return y
+
+
 class AttentionGate(nn.Module):
     """o · act(proj(h)): one number a head, or a dim."""
 

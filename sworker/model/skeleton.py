@@ -297,19 +297,15 @@ class Model(nn.Module):
             x = self.final_norm(x)
         if self.project_out is not None:
             x = self.project_out(x)
-        logits = self._project(x).float()
+        if self.lm_head is not None:
+            logits: Tensor = self.lm_head(x).float()
+        else:
+            assert self.embed_tokens is not None
+            logits = self.embed_tokens.project(x).float()
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         cap = self.spec.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
-
-    def _project(self, x: Tensor) -> Tensor:
-        """x [R, embedding] → [R, vocab]."""
-        if self.lm_head is not None:
-            head: Tensor = self.lm_head(x)
-            return head
-        assert self.embed_tokens is not None
-        return self.embed_tokens.project(x)
 
 
 def forward(model: Model, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -79,7 +79,7 @@ class ParallelPass(Pass):
     def __init__(self, worker: ParallelSWorker, lane: int, own: Pass) -> None:
         self._ranks, self._lane, self._own = worker.ranks, lane, own
         self._vocab_size = worker.spec.vocab_size
-        self.layer, self.is_over = own.layer, own.is_over
+        self.layer = own.layer
 
     @torch.inference_mode()
     def logits(self, rows: NDArray[np.int64]) -> Tensor:

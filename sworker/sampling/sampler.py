@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -125,14 +125,15 @@ class Drawing:
         fetch: Callable[[Tensor], Fetched],
     ) -> None:
         self._logits, self._states, self._fetch = logits, states, fetch
-        whole, truncated = _split(states)
-        self.is_sure = _is_sure(states, truncated, short_list, logits.shape[1])
-        """No row can need a second pass: ``tokens`` are what ``result`` will say."""
-        greatest, self.tokens = greatest_of(logits)  # [B], [B]
+        is_few = logits.numel() <= FEW_ELEMENTS
+        greatest, self.tokens = logits.max(dim=-1) if is_few else greatest_of(logits)  # [B], [B]
         """``tokens``: on the device; of a row that met an error, any; -1: the short list
         wasn't enough to draw it."""
-        if len(whole) or len(truncated):
-            _draw_rows(logits, states, whole, truncated, short_list, greatest, self.tokens)
+        drawn = [row for row, state in enumerate(states) if not state.is_greedy]
+        self.is_sure = not drawn or _draw_rows(
+            logits, states, drawn, short_list, greatest, self.tokens
+        )
+        """True if no row can need a second pass: ``tokens`` are what ``result`` will say."""
         # Float64: the tokens [B], the greatest logits [B], then blocks of logprobs, flat.
         packed = torch.stack([self.tokens.double(), greatest.double()]).view(-1)
         asking = [row for row, state in enumerate(states) if state.params.logprobs is not None]
@@ -141,36 +142,14 @@ class Drawing:
         if asking:
             found, self._blocks = _logprobs(logits, states, asking, greatest, self.tokens)
             packed = torch.cat([packed, *found])
-        self._fetched = fetch(packed)
-
-    @property
-    def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return self._fetched.done
-
-    def wait(self) -> None:
-        """Wait until the tokens are on the host."""
-        self._fetched.wait()
+        self.fetched: Final = fetch(packed)
+        """What was drawn, on its way to the host."""
 
     def result(self) -> list[SampledToken]:
-        """One a row, in order. Waits for the device if there is something to
+        """Return a token or an error for each row. Wait for the device if there is something to
         wait for; only rows that outran ``SHORT_LIST`` take a second pass."""
-        self._fetched.wait()
-        results = self._results(self._fetched.host.tolist())
-        again = [row for row, result in enumerate(results) if result is None]
-        if again:
-            logits, states = self._logits, [self._states[row] for row in again]
-            rows = logits[to_device(np.array(again), logits.device)]
-            redone = Drawing(rows, states, logits.shape[1], self._fetch).result()
-            for row, result in zip(again, redone, strict=True):
-                results[row] = result
-        sure = [result for result in results if result is not None]
-        assert len(sure) == len(results), "no row of the whole vocabulary is left undecided"
-        return sure
-
-    def _results(self, numbers: list[float]) -> list[SampledToken | None]:
-        """``numbers``: what was packed. None: the short list wasn't enough to decide."""
-        num_rows = len(self._states)
+        self.fetched.wait()
+        numbers, num_rows = self.fetched.host.tolist(), len(self._states)
         tokens, tops = numbers[:num_rows], numbers[num_rows : 2 * num_rows]
         are_plain = not self._blocks and min(tokens) >= 0 and all(map(math.isfinite, tops))
         if are_plain and not [True for state in self._states if state.failure is not None]:
@@ -182,12 +161,18 @@ class Drawing:
             for row in rows.tolist():
                 logprobs[row] = numbers[first : first + width]
                 first += width
-        return [
+        again = [row for row in range(num_rows) if tokens[row] < 0 and math.isfinite(tops[row])]
+        results = [
             sampled_token(state, int(token), top, logprobs.get(row))
-            if token >= 0 or not math.isfinite(top)
-            else None
             for row, (state, token, top) in enumerate(zip(self._states, tokens, tops, strict=True))
         ]
+        if again:
+            logits, states = self._logits, [self._states[row] for row in again]
+            chosen = logits[to_device(np.array(again), logits.device)]
+            redone = Drawing(chosen, states, logits.shape[1], self._fetch).result()
+            for row, result in zip(again, redone, strict=True):
+                results[row] = result
+        return results
 
 
 def draw(
@@ -223,14 +208,26 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
 def _draw_rows(
     logits: Tensor,
     states: Sequence[SamplingState],
-    whole: NDArray[np.int64],
-    truncated: NDArray[np.int64],
+    drawn: Sequence[int],
     short_list: int,
     greatest: Tensor,
     tokens: Tensor,
-) -> None:
-    """Draw the rows that aren't greedy into ``tokens`` [B]; ``greatest`` [B]: of each row."""
+) -> bool:
+    """Draw rows that aren't greedy.
+
+    Args:
+        drawn: Their numbers.
+        greatest: [B] greatest logit of each row of the batch.
+        tokens: [B] what is drawn is put here.
+
+    Returns:
+        True if the short list is enough for each of them, whatever its logits.
+    """
     vocab_size, device = logits.shape[1], logits.device
+    params = [states[row].params for row in drawn]
+    is_truncated = np.array([bool(x.top_k) or x.top_p < 1 for x in params])
+    rows_drawn = np.array(drawn, np.int64)
+    whole, truncated = rows_drawn[~is_truncated], rows_drawn[is_truncated]
     is_few = device.type == "cpu" and logits.numel() <= FEW_ELEMENTS
     for rows in _blocks(whole, vocab_size, device):
         at = _index(rows, device)
@@ -246,6 +243,9 @@ def _draw_rows(
         columns = min(short_list, vocab_size, most)  # no more than any row needs
         controls = controls_of(states, rows, device)
         tokens[at] = draw_truncated(logits[at], greatest[at, None], controls, columns)
+    if short_list >= vocab_size:
+        return True
+    return all(0 < states[row].params.top_k <= short_list for row in truncated.tolist())
 
 
 def _logprobs(
@@ -273,30 +273,6 @@ def _index(rows: NDArray[np.int64], device: torch.device) -> slice | Tensor:
     if last - first + 1 == len(rows):
         return slice(first, last + 1)
     return to_device(rows, device)
-
-
-def _is_sure(
-    states: Sequence[SamplingState],
-    truncated: NDArray[np.int64],
-    short_list: int,
-    vocab_size: int,
-) -> bool:
-    """Whether the short list is enough for every row, whatever its logits."""
-    if short_list >= vocab_size:
-        return True
-    return all(0 < states[row].params.top_k <= short_list for row in truncated.tolist())
-
-
-def _split(states: Sequence[SamplingState]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows drawn from the whole distribution, and rows drawn from a truncated
-    one. The rest is greedy."""
-    whole: list[int] = []
-    truncated: list[int] = []
-    for row, state in enumerate(states):
-        if not state.is_greedy:
-            params = state.params
-            (truncated if params.top_k or params.top_p < 1 else whole).append(row)
-    return np.array(whole, np.int64), np.array(truncated, np.int64)
 
 
 def _blocks(

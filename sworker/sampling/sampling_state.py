@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -62,6 +62,7 @@ class SamplingState:
         "_additive_masked",
         "_bad_words",
         "_counts",
+        "_observers",
         "allowed",
         "failure",
         "grammar",
@@ -114,6 +115,13 @@ class SamplingState:
         if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
             # Only the repetition penalty looks at the prompt.
             self._counts = _TokenCounts(prompt_token_ids if params.repetition_penalty != 1 else ())
+        self._observers: list[Callable[[int], None]] = []
+        if self._bad_words is not None:
+            self._observers.append(self._bad_words.observe)
+        if self.history is not None:
+            self._observers.append(self.history.output.append)
+        if self._counts is not None:
+            self._observers.append(self._counts.add)
         changes = self.history, self.allowed, self._additive, self._counts
         self.is_adjusted = (
             params.min_tokens > 0
@@ -156,12 +164,8 @@ class SamplingState:
     def observe(self, token_id: int) -> None:
         """A token was appended to the output."""
         self.num_generated += 1
-        if self._bad_words is not None:
-            self._bad_words.observe(token_id)
-        if self.history is not None:
-            self.history.output.append(token_id)
-        if self._counts is not None:
-            self._counts.add(token_id)
+        for observe in self._observers:
+            observe(token_id)
         if self.grammar is not None:
             self.grammar.observe(token_id)
 

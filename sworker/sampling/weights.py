@@ -273,8 +273,6 @@ def members(rows: Tensor, groups: Tensor, fill: float) -> Tensor:
 def greatest_of(rows: Tensor) -> tuple[Tensor, Tensor]:
     """The greatest value of each row [n], and where it is [n]: the first of
     equals, and NaN if there is one."""
-    if rows.numel() <= FEW_ELEMENTS:
-        return rows.max(dim=-1)
     greatest, group = group_maxima(rows).max(dim=-1)
     member = members(rows, group[:, None], -torch.inf).argmax(dim=-1)
     return greatest, group.mul_(GROUP).add_(member)

@@ -146,7 +146,7 @@ def drawn_over_what_nobody_has_read(run: Run) -> None:
         late.update(run.coming)
         done = draw(step)
         if step.lane in late:
-            run.gpu.read(late[step.lane]._fetched.host.numpy(), "what was drawn")
+            run.gpu.read(late[step.lane].fetched.host.numpy(), "what was drawn")
         return done
 
     run._draw = draw  # type: ignore[method-assign]

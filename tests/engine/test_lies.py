@@ -59,11 +59,10 @@ def fleet_of(num_peers: int) -> tuple[WorkerPool, list[InprocConnection[FromRWor
 def test_no_layer_is_written_over_one_that_is_still_lent() -> None:
     """Members of a holder that only stores answer in any order. Memory of a layer is used again
     ``LENT_LAYERS`` later: the first one must have been stored by then, not only as many."""
-    begin = SimpleNamespace(step=7, lane=0, want_lse=False)
+    begin = SimpleNamespace(step=7, lane=0, want_lse=False, num_queries=np.zeros(4, np.int32))
     span: Any = SimpleNamespace(
-        query_rows=slice(0, 0), closed=(), begin=begin, rows=slice(0, 4), holder=HolderId(0),
-        num_queries=0,
-    )  # fmt: skip
+        query_rows=slice(0, 0), closed=(), begin=begin, rows=slice(0, 4), holder=HolderId(0)
+    )
     sent: list[Any] = []
     plan: Any = SimpleNamespace(
         staging=lambda lane: Staging(),

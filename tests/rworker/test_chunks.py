@@ -23,7 +23,7 @@ from values import replace
 from examples import examples
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.blocks import ChunkForm, Truncate
+from fastdecode.wire.blocks import ChunkForm
 from fastdecode.wire.messages import Accepted, Close, Inspect, Open
 from fastdecode.wire.traits import Role
 from rworker.instructions import CopyBlocks, PlaceChunk, ReadChunk, Send
@@ -44,21 +44,6 @@ def test_tokens_are_placed_before_they_are_answered_for() -> None:
     place, send = opened(1).tell(chunk((1, 0, 4)))
     assert isinstance(place, PlaceChunk) and place.places.tolist() == [0, 1, 2, 3]
     assert send == Send(0, Accepted(1))
-
-
-def test_a_fork_may_share_tokens_that_are_still_to_come() -> None:
-    worker = opened(1)
-    worker.tell(chunk((1, 0, 3)))
-    assert worker.answer(Open(2, 10, 6, parent_id=1)) == Accepted(2)
-    worker.tell(chunk((1, 3, 3), (2, 3, 3)))
-    worker.tell(chunk((2, 6, 1)))
-    assert worker.answer(Truncate(1, 9)) == Accepted(1), "as many as it has"
-    worker.tell(chunk((1, 6, 2)))
-    worker.fails(Open(2, 10, 9, parent_id=1), "sequence 2 is open already")
-    for sequence, length in ((1, 8), (2, 7)):
-        books = worker.state.cache_of(0).books
-        assert books.num_settled(sequence) == books.store.num_tokens_of(sequence) == length
-        assert worker.tell(Close(sequence)) == ()
 
 
 @pytest.mark.parametrize(

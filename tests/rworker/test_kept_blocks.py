@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from state_machine import BLOCK_SIZE, HELLO, NUM_LAYERS, Worker, attend, step_of
+from state_machine import BLOCK_SIZE, NUM_LAYERS, Worker, attend, step_of
 from store_checks import counts, ids, refuses_unchanged
 from values import replace
 
@@ -69,26 +69,20 @@ def test_a_store_without_room_for_the_rest_refuses_to_resume() -> None:
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(message: Any, reason: str) -> None:
-    worker = Worker()
-    worker.tell(HELLO)
+def test_what_does_not_fit_is_refused(message: Any, reason: str, worker: Worker) -> None:
     worker.answer(Open(0, 20))
     worker.run_step(step_of((0, 0, 8)))
     worker.tell(Name(0, 1, keys(9)))
     worker.fails(message, reason)
 
 
-def test_a_block_is_kept_only_when_it_is_there_in_every_layer() -> None:
-    worker = Worker()
-    worker.tell(HELLO)
+def test_a_block_is_kept_only_when_it_is_there_in_every_layer(worker: Worker) -> None:
     worker.answer(Open(0, 20))
     worker.tell(step_of((0, 0, BLOCK_SIZE)))
     worker.fails(Name(0, 0, keys(1)), "has 0 tokens in every layer")
 
 
-def test_a_resumed_sequence_steps_from_where_its_blocks_end() -> None:
-    worker = Worker()
-    worker.tell(HELLO)
+def test_a_resumed_sequence_steps_from_where_its_blocks_end(worker: Worker) -> None:
     worker.answer(Open(0, 20))
     worker.run_step(step_of((0, 0, 2 * BLOCK_SIZE)))
     worker.tell(Name(0, 0, keys(1, 2)))
@@ -102,10 +96,9 @@ def test_a_resumed_sequence_steps_from_where_its_blocks_end() -> None:
     assert isinstance(refused, Refused) and refused.code == "exceeds_capacity"
 
 
-def gapped() -> Worker:
+@pytest.fixture
+def gapped(worker: Worker) -> Worker:
     """Sequence 1 has blocks 0 and 2 of another, and misses tokens 4 to 7."""
-    worker = Worker()
-    worker.tell(HELLO)
     worker.answer(Open(0, 20))
     worker.run_step(step_of((0, 0, 3 * BLOCK_SIZE)))
     worker.tell(Name(0, 0, keys(1, 2, 3)))
@@ -115,30 +108,28 @@ def gapped() -> Worker:
     return worker
 
 
-def test_a_gap_is_filled_first_and_with_its_end_the_sequence_goes_on_behind_it() -> None:
-    worker = gapped()
-    (first, *_) = worker.run_step(step_of((1, 4, 3), step=1))
+def test_a_gap_is_filled_before_its_sequence_continues_behind_it(gapped: Worker) -> None:
+    (first, *_) = gapped.run_step(step_of((1, 4, 3), step=1))
     assert first.plan.slots.tolist() == [4, 5, 6]
     begin = step_of((1, 11, 2), (1, 7, 1), step=2)  # in any order
-    copy, *_ = worker.tell(begin)
+    copy, *_ = gapped.tell(begin)
     assert (copy.source_ids, copy.target_ids) == ([2], [3]), "what is kept isn't written"
     for layer in range(NUM_LAYERS):
-        (compute,) = worker.tell(attend(begin, layer))
+        (compute,) = gapped.tell(attend(begin, layer))
     plan = compute.plan
     assert plan.slots.tolist() == [3 * 4 + 3, 4 * 4, 7]
     assert plan.context_lens.tolist() == [13, 8] and plan.query_positions.tolist() == [11, 7]
-    worker.run_step(step_of((1, 13, 1), step=3))
+    gapped.run_step(step_of((1, 13, 1), step=3))
 
 
-def test_a_token_that_another_row_of_its_step_sees_is_written_before_attention() -> None:
-    worker = gapped()
-    worker.run_step(step_of((1, 4, 3), step=1))
+def test_a_token_that_another_row_sees_is_written_before_attention(gapped: Worker) -> None:
+    gapped.run_step(step_of((1, 4, 3), step=1))
     begin = step_of((1, 7, 1), (1, 11, 1), step=2)
-    worker.tell(begin)
-    computes = [worker.tell(attend(begin, layer))[0] for layer in range(NUM_LAYERS)]
+    gapped.tell(begin)
+    computes = [gapped.tell(attend(begin, layer))[0] for layer in range(NUM_LAYERS)]
     plan = computes[0].plan
     assert (plan.num_single, plan.num_last) == (2, 0)
-    assert worker.run_step(step_of((1, 12, 1), step=3))[0].plan.num_last == 1
+    assert gapped.run_step(step_of((1, 12, 1), step=3))[0].plan.num_last == 1
 
 
 @pytest.mark.parametrize(
@@ -158,17 +149,14 @@ def test_a_token_that_another_row_of_its_step_sees_is_written_before_attention()
     ],
     ids=str,
 )
-def test_nobody_gets_behind_a_gap_that_is_not_filled(message: Any, reason: str) -> None:
-    worker = gapped()
+def test_no_token_comes_behind_an_open_gap(message: Any, reason: str, gapped: Worker) -> None:
     if "reserved for" in reason:
-        worker.fails(message, reason, code="out_of_capacity")
+        gapped.fails(message, reason, code="out_of_capacity")
     else:
-        worker.fails(message, reason)
+        gapped.fails(message, reason)
 
 
-def test_a_sequence_ends_with_its_last_block_only_when_that_is_there_in_every_layer() -> None:
-    worker = Worker()
-    worker.tell(HELLO)
+def test_a_last_block_is_kept_only_when_it_is_there_in_every_layer(worker: Worker) -> None:
     worker.answer(Open(0, 20))
     worker.tell(step_of((0, 0, BLOCK_SIZE - 1)))
     worker.fails(Close(0, tail=keys(1).tobytes().hex()), "is in an open step")
@@ -207,8 +195,8 @@ def test_kv_memory_overhead(mean_tokens: int, num_sequences: int) -> None:
     store.append(np.arange(num_sequences), lengths.astype(np.int32))
     layout = BlockLayout(kv.num_kv_heads, kv.head_dim, kv.dtype.value, kv.block_size)
     num_used = num_blocks - store.pool.num_free
-    used_bytes = (
-        num_used * kv.num_layers * layout.block_bytes + store.pool.nbytes + store.tables.nbytes
-    )
+    books = [*vars(store.pool).values(), *vars(store.tables).values()]
+    used_bytes = num_used * kv.num_layers * layout.block_bytes
+    used_bytes += sum(x.nbytes for x in books if isinstance(x, np.ndarray))
     raw_bytes = int(lengths.sum()) * kv.token_bytes
     assert used_bytes <= 1.05 * raw_bytes + num_sequences * kv.block_bytes

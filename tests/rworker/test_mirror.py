@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chunk_memory import ALL_KV, LENGTHS, Memory, assert_same
+from chunk_memory import ALL_KV, LENGTHS, Memory, assert_same, random_rows
 from hypothesis import settings
 from mirror_machine import KV, MirrorMachine, Replica
 from state_machine import step_of
+from store_checks import counts, ids
 
+import cpu_kernels
 from examples import examples
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
@@ -36,6 +38,18 @@ MirrorMachine.TestCase.settings = settings(max_examples=examples(160), stateful_
 TestMirror = MirrorMachine.TestCase
 
 
+def replica_of(owner: Memory) -> Replica:
+    """Return a replica that was begun late, and has all."""
+    mirror = Mirror(HolderId(0), owner.books, owner)
+    replica = Replica(mirror.hello)
+    while (message := mirror.next()) is not None:
+        for answer in replica.hear(message):
+            mirror.take(answer)
+    assert mirror.is_whole
+    replica.memory.books = replica.books
+    return replica
+
+
 @pytest.mark.parametrize("most_bytes", [1 << 22, 2000, 1])
 @pytest.mark.parametrize("kv", ALL_KV, ids=lambda kv: kv.dtype.value)
 def test_a_replica_is_its_cache_bit_for_bit(
@@ -49,13 +63,7 @@ def test_a_replica_is_its_cache_bit_for_bit(
     owner.books.keep(Name(3, 0, words_of(KEYS[:2])))
     before = owner.stored(3, 0, 16)
     owner.books.close(Close(3))
-    mirror = Mirror(HolderId(0), owner.books, owner)
-    replica = Replica(mirror.hello)
-    while (message := mirror.next()) is not None:
-        for answer in replica.hear(message):
-            mirror.take(answer)
-    assert mirror.is_whole
-    replica.memory.books = replica.books
+    replica = replica_of(owner)
     assert_same(owner, replica.memory, {s: n for s, n in LENGTHS.items() if s != 3})
     (accepted,) = replica.hear(Open(3, 16, 16, words_of(KEYS[:2])))
     assert accepted == Accepted(3)
@@ -201,3 +209,17 @@ def test_a_block_that_nobody_names_at_a_takeover_is_free_once_it_has_moved() -> 
     store.cached.end(0)
     assert store.pool.num_free == num_free + 2
     store.check_invariants()
+
+
+def test_a_late_replica_of_sequences_with_the_same_block_behind_different_ones_is_exact() -> None:
+    """Two sequences fill the same gap at once. A fork of the first has what lies behind it, too."""
+    owner, size = kept(3), KV.block_size
+    owner.books.forget(Forget(words_of(KEYS[1:2])))
+    for sequence in (7, 8):
+        resumed = Open(sequence, 20, 3 * size, words_of([KEYS[0], KEYS[2]]), size, 2 * size)
+        assert owner.books.reserve(resumed) == Accepted(sequence)
+    slots = owner.books.store.append(ids(7, 8), counts(size, size), counts(size, size)).slots
+    for layer, (k, v) in zip(owner.pool, random_rows(KV, 2 * size, seed=5), strict=True):
+        cpu_kernels.append(owner.layout, layer, k, v, slots)
+    assert owner.books.reserve(Open(9, 20, 3 * size, parent_id=7)) == Accepted(9)
+    assert_same(owner, replica_of(owner).memory, dict.fromkeys((7, 8, 9), 3 * size))

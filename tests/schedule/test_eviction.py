@@ -63,6 +63,17 @@ def test_what_is_cheap_for_its_idle_time_goes_first_and_of_a_chain_the_end() -> 
     assert Kept("retention").give_up(1, 9) == []
 
 
+def test_what_got_idle_last_stays_however_many_are_evicted_after_a_first_one() -> None:
+    """A look at all blocks remembers only some of those that are worth least."""
+    kept = Kept("retention")
+    for number in range(1000):
+        kept.use(f"{number}/", 1, number)
+    assert kept.give_up(1, 10_000) == ["0/0"]
+    kept.use("late/", 1, 9999)
+    gone = [key for count in (*[1] * 300, 600) for key in kept.give_up(count, 10_000)]
+    assert gone == [f"{number}/0" for number in range(1, 901)]
+
+
 def test_of_a_conversation_the_blocks_that_cost_least_go_first() -> None:
     """Whoever says that it goes on needs its end as much as its beginning."""
     kept = Kept("retention")

@@ -34,7 +34,7 @@ class Anything:
         return 1.0
 
     def values(self, blocks: Columns, now_s: float) -> Values:
-        pairs = blocks[["last_use", "num_tokens"]].tolist()
+        pairs = zip(blocks.last_use.tolist(), blocks.num_tokens.tolist(), strict=True)
         return np.array([hash((self.seed, *pair)) % 1009 for pair in pairs], np.float64)
 
 

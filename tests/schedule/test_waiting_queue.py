@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastdecode.core.holders import SequenceId
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
-from fastdecode.schedule.waiting_queue import WaitingQueue
+from fastdecode.schedule.plan import WaitingQueue
 
 MANY = 20_000
 FEW_COMPARISONS = 64  # above 4 · log2(MANY), below any scan

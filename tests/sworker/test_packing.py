@@ -9,9 +9,9 @@ import pytest
 import torch
 from checkpoints import FEW_FAMILIES
 
-from sworker.kernels.packing import PackedLinear, can_pack, pack
+from sworker.kernels.packing import can_pack, pack
 from sworker.load.weights import load_model
-from sworker.model.linear import Linear
+from sworker.model.linear import Linear, PackedLinear
 
 
 def linear(dtype: torch.dtype, *, bias: bool) -> Linear:

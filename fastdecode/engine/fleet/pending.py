@@ -12,11 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from fastdecode.core.clock import Clock
-from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.blocks import Done, Fetch, Inventory, MoveNews, Progress, Retain
-from fastdecode.wire.messages import FromRWorker, ToRWorker, Welcome
-from fastdecode.wire.traits import unasked
+from fastdecode.wire.messages import ToRWorker
 
 GREETING_TIMEOUT_S: Final = 300.0
 """Shortest time-out for the answer to ``Hello``: an R-worker compiles kernels first."""
@@ -106,8 +104,10 @@ class PendingReplies:
     ) -> None:
         self.deadlines = deadlines
         self.heard_s: Final = heard_s
-        self._due: list[deque[_Due]] = [deque() for _ in range(num_peers)]
-        self._jobs: list[dict[int, float]] = [{} for _ in range(num_peers)]  # start times
+        self.due: Final[list[deque[_Due]]] = [deque() for _ in range(num_peers)]
+        """Answers of each peer that are owed, the next one first."""
+        self.jobs: Final[list[dict[int, float]]] = [{} for _ in range(num_peers)]
+        """Start times of each peer's transfers, by number."""
 
     @contextlib.contextmanager
     def within(self, deadlines: Deadlines) -> Iterator[None]:
@@ -122,29 +122,14 @@ class PendingReplies:
         ``Deadlines.end``."""
         if message.answers:
             due = _Due(self.deadlines.clock(), holder, message, num_answers)
-            self._due[index].append(due)
+            self.due[index].append(due)
         elif message.is_transfer:
-            self._jobs[index][_job_of(message)] = self.deadlines.clock()
-
-    def take(self, index: int, answer: FromRWorker) -> HolderId:
-        """Return the holder that a peer has answered about.
-
-        Raises:
-            ProtocolError: If it doesn't owe that, or it can't be the answer to what it was
-                asked. The message continues the peer's name.
-        """
-        due = self._due[index]
-        if not due:
-            raise ProtocolError(unasked(answer))
-        due[0].message.check(answer)
-        if isinstance(answer, Welcome):  # what it was to move before is forgotten
-            self._jobs[index].clear()
-        return due.popleft().holder
+            self.jobs[index][_job_of(message)] = self.deadlines.clock()
 
     def take_any(self, index: int, answer: Any) -> bool:
         """Take the answer of a peer that may answer in any order. Return False if it doesn't owe
         that."""
-        due = self._due[index]
+        due = self.due[index]
         found = next((one for one in due if isinstance(answer, one.message.answers)), None)
         if found is not None:
             due.remove(found)
@@ -152,7 +137,7 @@ class PendingReplies:
 
     def take_report(self, index: int, news: MoveNews) -> bool:
         """Take a peer's report on a transfer. Return False if it has no such job."""
-        job, jobs = _job_of(news), self._jobs[index]
+        job, jobs = _job_of(news), self.jobs[index]
         if job not in jobs:
             return False
         if isinstance(news, Done) or (isinstance(news, Inventory) and news.is_last):
@@ -160,25 +145,21 @@ class PendingReplies:
         return True
 
     def forget(self, index: int) -> None:
-        self._due[index].clear()
-        self._jobs[index].clear()
+        self.due[index].clear()
+        self.jobs[index].clear()
 
     def forget_about(self, index: int, holder: HolderId) -> None:
-        self._due[index] = deque(one for one in self._due[index] if one.holder != holder)
+        self.due[index] = deque(one for one in self.due[index] if one.holder != holder)
 
     def owes_answer(self, index: int) -> bool:
         """Return True if a peer owes an answer, besides reports on transfers."""
-        return bool(self._due[index])
+        return bool(self.due[index])
 
     def has_transfers(self, index: int) -> bool:
-        return bool(self._jobs[index])
+        return bool(self.jobs[index])
 
     def num_about(self, index: int, holder: HolderId) -> int:
-        return sum(one.holder == holder for one in self._due[index])
-
-    @property
-    def any_owed(self) -> bool:
-        return any(self._due) or any(self._jobs)
+        return sum(one.holder == holder for one in self.due[index])
 
     def wait_s(self, most_s: float = math.inf) -> float:
         """Return how long to wait for answers until the first peer may have to be given up, at
@@ -186,7 +167,10 @@ class PendingReplies:
         now = self.deadlines.begin_look()
         if most_s <= 0.0:  # hot, once per answer: don't look at every peer
             return 0.0
-        until_s = self._first_end_s
+        first_s = min([due[0].since_s for due in self.due if due], default=math.inf)
+        first_s = min([first_s, *[since_s for jobs in self.jobs for since_s in jobs.values()]])
+        # Added, as in ``Deadlines.end``: a difference may be rounded the other way.
+        until_s = first_s + min(self.deadlines.timeout_s, self.deadlines.silence_s)
         if until_s == math.inf:  # no peer owes anything, or it may take for ever
             return most_s
         if until_s <= now:  # some have given signs of life since, or may take longer
@@ -197,22 +181,12 @@ class PendingReplies:
     def overdue(self) -> list[tuple[int, str]]:
         """Return the peers that have to be given up, and why."""
         now = self.deadlines.clock()
-        if self._first_end_s > now:
-            return []
         return [(index, reason) for index, end_s, reason in self._ends() if end_s <= now]
-
-    @property
-    def _first_end_s(self) -> float:
-        """When the first peer may have to be given up, at the earliest. Added, as in
-        ``Deadlines.end``: a difference may be rounded the other way."""
-        first_s = min([due[0].since_s for due in self._due if due], default=math.inf)
-        first_s = min([first_s, *[since_s for jobs in self._jobs for since_s in jobs.values()]])
-        return first_s + min(self.deadlines.timeout_s, self.deadlines.silence_s)
 
     def _ends(self) -> list[tuple[int, float, str]]:
         """Return when each peer that owes something has to be given up, and why."""
         deadlines, ends = self.deadlines, []
-        for index, (due, jobs) in enumerate(zip(self._due, self._jobs, strict=True)):
+        for index, (due, jobs) in enumerate(zip(self.due, self.jobs, strict=True)):
             if due:
                 since_s, num_answers = due[0].since_s, due[0].num_answers
                 ends.append((index, *deadlines.end(since_s, self.heard_s(index), num_answers)))

@@ -22,7 +22,15 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.pending import Deadlines, PendingReplies
 from fastdecode.wire.blocks import MoveNews, ReplicationNews, UseTier
-from fastdecode.wire.messages import Answer, AttendResult, Failed, FromRWorker, Hello, ToRWorker
+from fastdecode.wire.messages import (
+    Answer,
+    AttendResult,
+    Failed,
+    FromRWorker,
+    Hello,
+    ToRWorker,
+    Welcome,
+)
 from fastdecode.wire.traits import unasked
 from fastdecode.wire.transport import TIMEOUT, Connection, Hub, PeerLostError, loss
 
@@ -37,8 +45,9 @@ class Placement:
     ``keepers``, which only keep replicas."""
 
     def __init__(self, workers: Iterable[int], keepers: Collection[int] = ()) -> None:
-        self._worker_of = {HolderId(index): index for index in workers}
-        self._holders = [one for one in self._worker_of if one not in keepers]
+        self.worker_of: Final = {HolderId(index): index for index in workers}
+        """Each holder's worker."""
+        self._holders = [one for one in self.worker_of if one not in keepers]
         self._former: set[tuple[int, HolderId]] = set()
         self.has_moved = False
         """True once a worker may keep several holders, or another than its own."""
@@ -50,11 +59,11 @@ class Placement:
         return iter(self._holders)
 
     def __getitem__(self, holder: HolderId) -> int:
-        return self._worker_of[holder]
+        return self.worker_of[holder]
 
     def keeps(self, index: int, holder: int) -> bool:
         """Return True if the worker keeps the holder, which may be a number that none has."""
-        return self._worker_of.get(HolderId(holder)) == index
+        return self.worker_of.get(HolderId(holder)) == index
 
     def kept_once(self, index: int, holder: int) -> bool:
         """Return True if the worker kept the holder before. It may not know that this ended."""
@@ -63,11 +72,11 @@ class Placement:
     def move(self, holder: HolderId, to: HolderId) -> None:
         """Move a lost holder to the worker that keeps ``to``, and has a cache under the lost
         one's name."""
-        self.place(holder, self._worker_of[to])
+        self.place(holder, self.worker_of[to])
 
     def place(self, holder: HolderId, index: int) -> None:
-        self._former.add((self._worker_of[holder], holder))
-        self._worker_of[holder] = index
+        self._former.add((self.worker_of[holder], holder))
+        self.worker_of[holder] = index
         self.has_moved |= index != holder
 
     def give_back(self, holder: HolderId) -> None:
@@ -139,7 +148,7 @@ class WorkerPool:
 
     @property
     def is_owed(self) -> bool:
-        return bool(self._early) or self.pending.any_owed
+        return bool(self._early) or any(self.pending.due) or any(self.pending.jobs)
 
     @property
     def is_owed_at_once(self) -> bool:
@@ -255,7 +264,7 @@ class WorkerPool:
 
     def send(self, holder: HolderId, message: ToRWorker) -> None:
         """Send, or do nothing if the holder is lost. This call may find out that it is."""
-        index = self.placement[holder]
+        index = self.placement.worker_of[holder]
         if index in self.gone:
             return
         if self.placement.has_moved or isinstance(message, Hello):
@@ -353,11 +362,17 @@ class WorkerPool:
                 else:
                     self._lied(index, unasked(message))
                 return None
+        due = self.pending.due[index]
         try:
-            return self.pending.take(index, message), message
+            if not due:
+                raise ProtocolError(unasked(message))
+            due[0].message.check(message)
         except ProtocolError as lie:
             self._lied(index, lie.message)
             return None
+        if isinstance(message, Welcome):  # what the worker was to move before is forgotten
+            self.pending.jobs[index].clear()
+        return due.popleft().holder, message
 
     def _find_closed(self) -> None:
         """Find out which connections have closed. Answers that have arrived are kept for

@@ -36,11 +36,10 @@ part.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from operator import attrgetter
-from typing import Final, NamedTuple
+from operator import attrgetter, itemgetter
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -87,12 +86,6 @@ class HolderSpan:
     closed: tuple[ClosedRows, ...] = ()
     """Their q comes behind ``query_rows``: rows of sequences with closed parts here."""
 
-    @property
-    def num_queries(self) -> int:
-        """Rows whose q the holder gets, those of closed parts included."""
-        num_own: int = self.query_rows.stop - self.query_rows.start
-        return num_own + sum([len(part.rows) for part in self.closed]) if self.closed else num_own
-
 
 @dataclass(frozen=True)
 class LocalSpan:
@@ -120,22 +113,6 @@ class Columns(NamedTuple):
     """First rows."""
 
     @classmethod
-    def of(cls, chunks: Seq[Chunk], firsts: Seq[int], homes: Seq[Part], keys: Seq[int]) -> Columns:
-        """``firsts``: of each chunk, its first token."""
-        holders, kinds = np.divmod(np.array(keys, np.int64), NUM_KINDS)
-        first_tokens = np.array([part.first_token for part in homes], np.int32)
-        lengths = np.array([chunk.num_tokens for chunk in chunks], np.int32)
-        return cls(
-            holders,
-            kinds,
-            part_ids=np.array([part.part_id for part in homes], np.int64),
-            first_tokens=first_tokens,
-            past=np.array(firsts, np.int32) - first_tokens,
-            lengths=lengths,
-            starts=np.cumsum(lengths, dtype=np.int64) - lengths,
-        )
-
-    @classmethod
     def of_pass(cls, passed: StagePass, holders: Seq[Holder]) -> Columns:
         """Raises ProtocolError: they aren't in the order of their rows."""
         past, lengths, first_tokens = passed.num_past, passed.num_new, passed.first_tokens
@@ -152,52 +129,6 @@ class Columns(NamedTuple):
         starts = np.cumsum(lengths, dtype=np.int64) - lengths
         of_holders = passed.columns.astype(np.int64)
         return cls(of_holders, kinds, passed.sequence_ids, first_tokens, past, lengths, starts)
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.starts[-1] + self.lengths[-1])
-
-    @property
-    def last_rows(self) -> NDArray[np.int64]:
-        """The last row of each chunk."""
-        rows: NDArray[np.int64] = self.starts + self.lengths - 1
-        return rows
-
-    @property
-    def num_decoding(self) -> int:
-        return int((self.kinds == DECODE).sum())
-
-    @property
-    def num_cached(self) -> NDArray[np.int32]:
-        """Tokens of each chunk's sequence before it."""
-        return self.past + self.first_tokens
-
-    @property
-    def positions(self) -> NDArray[np.int64]:
-        """[T] of all rows."""
-        return np.arange(self.num_rows) - np.repeat(self.starts - self.num_cached, self.lengths)
-
-    def lay_out(
-        self, step: int, lane: int, closed: Seq[ClosedPart]
-    ) -> tuple[tuple[HolderSpan, ...], tuple[LocalSpan, ...]]:
-        """What each holder gets, and what the S-worker attends. ``closed``: parts that
-        rows attend."""
-        spans: list[HolderSpan] = []
-        local: list[LocalSpan] = []
-        has_prompts = bool((self.kinds > WITH_PAST).any())
-        for holder, members in self.by_holder():
-            spans.append(_span(holder, members, step, lane))
-            local += _local_spans(members) if has_prompts else ()
-        if closed:
-            spans = _with_closed_parts(spans, closed)
-        return tuple(spans), tuple(local)
-
-    def by_holder(self) -> Iterable[tuple[HolderId, Columns]]:
-        """Each holder's chunks."""
-        ids, firsts = np.unique(self.holders, return_index=True)
-        ends = (*firsts[1:], len(self.holders))
-        for holder, first, end in zip(ids.tolist(), firsts, ends, strict=True):
-            yield HolderId(holder), Columns(*[column[first:end] for column in self])
 
 
 def _span(holder: HolderId, columns: Columns, step: int, lane: int) -> HolderSpan:
@@ -316,26 +247,30 @@ class StepBatch:
             holders: what they are, by their ids.
             window: tokens that any layer sees at most.
         """
-        homes, keys = _homes(chunks, holders)
-        order = sorted(range(len(keys)), key=keys.__getitem__)
-        ordered = tuple([chunks[i] for i in order])
+        keys, ordered, homes = zip(*_placed(chunks, holders), strict=True)
         firsts = [x.first if x.is_behind_gap else x.sequence.num_cached for x in ordered]
-        columns = Columns.of(ordered, firsts, [homes[i] for i in order], [keys[i] for i in order])
+        pieces = [
+            chunk.sequence.token_ids[first : first + chunk.num_tokens]
+            for chunk, first in zip(ordered, firsts, strict=True)
+        ]
+        held, kinds = np.divmod(np.array(keys, np.int64), NUM_KINDS)
+        part_ids = np.array([part.part_id for part in homes], np.int64)
+        first_tokens = np.array([part.first_token for part in homes], np.int32)
+        num_cached = np.array(firsts, np.int32)
+        lengths = np.array([chunk.num_tokens for chunk in ordered], np.int32)
+        starts = np.cumsum(lengths, dtype=np.int64) - lengths
+        past = num_cached - first_tokens
         num_known = np.array([len(chunk.sequence.token_ids) for chunk in ordered])
         # A part that begins later comes behind a closed one.
-        has_closed = columns.first_tokens.any()
-        closed = _closed_parts(ordered, columns.starts, window) if has_closed else ()
-        spans, local = columns.lay_out(step, lane, closed)
-        return cls(
-            ordered,
-            _tokens(ordered, firsts),
-            columns.positions,
-            spans,
-            local,
-            last_rows=columns.last_rows,
-            draws=columns.num_cached + columns.lengths == num_known,
-            num_decoding=columns.num_decoding,
-            closed=closed,
+        closed = _closed_parts(ordered, starts, window) if first_tokens.any() else ()
+        return cls._of(
+            Columns(held, kinds, part_ids, first_tokens, past, lengths, starts),
+            step,
+            lane,
+            closed,
+            chunks=ordered,
+            token_ids=np.array(list(itertools.chain.from_iterable(pieces)), np.int64),
+            draws=num_cached + lengths == num_known,
         )
 
     @classmethod
@@ -346,29 +281,55 @@ class StepBatch:
             ProtocolError: If no stage lays it out like that.
         """
         columns = Columns.of_pass(passed, holders)
-        closed = _closed_of_pass(passed, columns.num_rows, len(holders))
-        spans, local = columns.lay_out(passed.step, passed.lane, closed)
+        num_rows = int(columns.lengths.sum())
+        closed = _closed_of_pass(passed, num_rows, len(holders))
         asks = (passed.draws & ASKS) != 0
-        return cls(
-            (),
-            np.zeros(columns.num_rows, np.int64),
-            columns.positions,
-            spans,
-            local,
-            last_rows=columns.last_rows,
+        return cls._of(
+            columns,
+            passed.step,
+            passed.lane,
+            closed,
+            chunks=(),
+            token_ids=np.zeros(num_rows, np.int64),
             draws=(passed.draws & DRAWS) != 0,
             asks=asks if asks.any() else None,
-            num_decoding=columns.num_decoding,
             hidden=hidden,
+        )
+
+    @classmethod
+    def _of(
+        cls, columns: Columns, step: int, lane: int, closed: tuple[ClosedPart, ...], **others: Any
+    ) -> StepBatch:
+        """Lay out chunks for each holder that has some. ``others``: Fields that don't follow from
+        where rows are."""
+        spans: list[HolderSpan] = []
+        local: list[LocalSpan] = []
+        has_prompts = bool((columns.kinds > WITH_PAST).any())
+        ids, firsts = np.unique(columns.holders, return_index=True)
+        ends = (*firsts[1:], len(columns.holders))
+        for holder, first, end in zip(ids.tolist(), firsts, ends, strict=True):
+            members = Columns(*[column[first:end] for column in columns])
+            spans.append(_span(HolderId(holder), members, step, lane))
+            local += _local_spans(members) if has_prompts else ()
+        if closed:
+            spans = _with_closed_parts(spans, closed)
+        starts, lengths = columns.starts, columns.lengths
+        num_rows, num_cached = starts[-1] + lengths[-1], columns.past + columns.first_tokens
+        return cls(
+            positions=np.arange(num_rows) - np.repeat(starts - num_cached, lengths),
+            spans=tuple(spans),
+            local=tuple(local),
+            last_rows=starts + lengths - 1,
+            num_decoding=int((columns.kinds == DECODE).sum()),
             closed=closed,
+            **others,
         )
 
 
-def _homes(chunks: Seq[Chunk], holders: Seq[Holder]) -> tuple[list[Part], list[int]]:
-    """The part that each chunk goes to, and a key to sort it by: by holder, then by kind of row."""
-    attends_prompts = [holder.attends_prompts for holder in holders]
-    homes: list[Part] = []
-    keys: list[int] = []
+def _placed(chunks: Seq[Chunk], holders: Seq[Holder]) -> list[tuple[int, Chunk, Part]]:
+    """Return the chunks in the order of their rows: by holder, then by kind of row. With each, a
+    key of both, and the part that it goes to."""
+    placed: list[tuple[int, Chunk, Part]] = []
     for chunk in chunks:
         sequence = chunk.sequence
         residence = sequence.residence
@@ -377,24 +338,12 @@ def _homes(chunks: Seq[Chunk], holders: Seq[Holder]) -> tuple[list[Part], list[i
         part = parts[0] if len(parts) == 1 else parts[residence.index_of(sequence.num_cached)]
         if chunk.num_tokens == 1:
             kind = DECODE
-        elif attends_prompts[part.holder]:
+        elif holders[part.holder].attends_prompts:
             kind = WITH_PAST
         else:
             kind = LATER if chunk.first else FIRST
-        homes.append(part)
-        keys.append(part.holder * NUM_KINDS + kind)
-    return homes, keys
-
-
-def _tokens(chunks: Iterable[Chunk], firsts: Iterable[int]) -> NDArray[np.int64]:
-    """``firsts``: of each chunk, its first token."""
-    tokens: list[int] = []
-    for chunk, first in zip(chunks, firsts, strict=True):
-        if chunk.num_tokens == 1:
-            tokens.append(chunk.sequence.token_ids[first])
-        else:
-            tokens += chunk.sequence.token_ids[first : first + chunk.num_tokens]
-    return np.array(tokens, np.int64)
+        placed.append((part.holder * NUM_KINDS + kind, chunk, part))
+    return sorted(placed, key=itemgetter(0))
 
 
 def _closed_parts(

@@ -26,7 +26,7 @@ from fastdecode.engine.step.device import DeviceStep, DeviceWorker
 from fastdecode.engine.step.remote import AttentionPlan, Begun, RemotePart, StepRecord
 from sworker.device import Event, Gpu, gpu_of
 from sworker.whole import SlicedPass, WholeSteps
-from sworker.worker import TIMED_LAYERS, DeviceTimer, SWorker
+from sworker.worker import TIMED_LAYERS, UNTIMED, DeviceTimer, SWorker, Timer
 
 DEVICE_LANE = 0
 _MOST_AHEAD, _SLICES_AHEAD = 2, 1
@@ -54,7 +54,7 @@ class DeviceLane:
         self._away: weakref.WeakSet[RemotePart] = weakref.WeakSet()  # in flight
         self._begun_away = self._was_away = False
         self._num_steps = 0
-        self._timed: tuple[DeviceTimer, int] | None = None
+        self._timed: tuple[Timer, int] | None = None
         self._token_s = 0.0
 
     def goes_away(self, step: RemotePart) -> None:
@@ -75,7 +75,7 @@ class DeviceLane:
         is_timed = self._num_steps <= _TIMED_FIRST or self._num_steps % _TIMED_EVERY == 0
         return StepMode.LAYERED if is_timed else StepMode.WHOLE if is_alone else StepMode.SLICED
 
-    def time(self, timer: DeviceTimer, num_tokens: int) -> None:
+    def time(self, timer: Timer, num_tokens: int) -> None:
         """Note that a step begins whose attention to ``num_tokens`` cached tokens is timed."""
         self._timed = timer, num_tokens
 
@@ -181,7 +181,7 @@ class DevicePart:
         self.mode = mode if whole is not None and whole.takes(paged) else StepMode.LAYERED
         load_tokens = step.span.load_tokens
         self._queued: deque[Event] = deque()
-        self._timer = DeviceTimer(gpu, every=TIMED_LAYERS)
+        self._timer = UNTIMED if gpu is None else DeviceTimer(gpu, every=TIMED_LAYERS)
         self._o = torch.empty(0)
         self._place: Tensor | None = None
         decodes = paged.only_decodes and load_tokens

@@ -85,6 +85,10 @@ class LaneStep:
     record: StepRecord
     begun: Begun
     forward: Pass
+    asked_rows: NDArray[np.int64] | None = None
+    """[P] rows beside ``logit_rows`` whose logits may be asked of ``forward``."""
+    is_looked_at: bool = False
+    """True if other things than answers may let it continue."""
     passage: StageForward | None = None
     """Its way through the stages behind this one, if there are any."""
     logits: Tensor | None = None  # [R, vocab], once all layers are done
@@ -99,14 +103,6 @@ class LaneStep:
     """Time of the S-worker's thread for it so far, messages included. Where a GPU computes
     less, this is what lanes share."""
 
-    def __post_init__(self) -> None:
-        asks = self.batch.asks
-        self.asked_rows = None if asks is None else self.batch.asked_rows
-        """[P] rows beside ``logit_rows`` whose logits may be asked of ``forward``."""
-        remote = self.begun.remote
-        self.is_looked_at = len(self.begun.parts) != 1 or remote is None or remote.may_be_behind
-        """True if other things than answers may let it continue."""
-
     @property
     def step(self) -> int:
         """The step's number; unique among all lanes."""
@@ -118,10 +114,7 @@ class LaneStep:
         if self.logits is None:
             if self.passage is not None:
                 return self.passage.can_advance
-            is_ready = True
-            for part in self.begun.parts:
-                is_ready = is_ready and part.ready()
-            return is_ready
+            return all(part.ready() for part in self.begun.parts)
         if not self.is_drawn:
             return self.fed_by is None
         remote = self.begun.remote  # R-workers may still owe answers
@@ -140,25 +133,6 @@ class LaneStep:
         copies = (self.fed_by, of_stage, self.draws)
         return [x for x in copies if x is not None and not x.done]
 
-    def advance(self) -> bool:
-        """Continue with the layer's o. Return False if this stage's layers are done."""
-        forward, o = self.forward, None
-        if forward.is_over:
-            return False
-        for part in self.begun.parts:
-            o = part.take(o)
-        assert o is not None
-        return forward.advance(o)
-
-    def scatter(self) -> list[Leaving]:
-        """Give the parts the next layer. Return what is to be sent once it is on the host."""
-        forward, leaving = self.forward, []
-        for part in self.begun.parts:
-            out = part.scatter(forward.layer, forward.q, forward.k, forward.v, forward.place)
-            if out is not None:
-                leaving.append(out)
-        return leaving
-
     def lose(self, holder: HolderId) -> None:
         """Stop expecting answers of a lost holder: its rows mean nothing."""
         if holder not in self.record.r_s:
@@ -167,14 +141,6 @@ class LaneStep:
         self.is_looked_at = True
         if self.begun.remote is not None:
             self.begun.remote.awaited.discard(holder)
-
-    def count_s_part(self, layer: int | None, started_s: float, trace: Trace | None) -> None:
-        """Count what the S-worker's thread has computed until now, up to a layer's attention.
-        ``layer``: None if up to the logits."""
-        now_s = time.perf_counter()
-        self.s_compute_s += now_s - started_s
-        if trace is not None:
-            trace.s_part(self.lane, self.step, layer, started_s, now_s)
 
     def s_part_s(self, completed_s: float = 0.0) -> float:
         """Return the seconds that this stage's S-part has computed for it, with those of drawing
@@ -223,7 +189,8 @@ class Pipeline:
         self.holders: Final[Seq[Holder]] = attention.holders
         """What they are, by their ids."""
         self.num_lanes = num_lanes
-        self._steps: dict[int, LaneStep] = {}  # by lane
+        self.in_flight: Final[dict[int, LaneStep]] = {}
+        """The steps in flight by lane, in the order in which they began."""
         self._ready: deque[LaneStep] = deque()
         """Steps that can continue, in the order in which they became able to."""
         self._unsent: deque[tuple[LaneStep, Leaving]] = deque()
@@ -238,23 +205,18 @@ class Pipeline:
         """Time in which the S-worker had nothing to do but wait for R-workers, in all."""
 
     @property
-    def in_flight(self) -> list[LaneStep]:
-        """The steps in flight, in the order in which they began."""
-        return list(self._steps.values())
-
-    @property
     def idle(self) -> list[int]:
         """The lanes without a step."""
-        return [lane for lane in range(self.num_lanes) if lane not in self._steps]
+        return [lane for lane in range(self.num_lanes) if lane not in self.in_flight]
 
     def resize(self, num_lanes: int) -> None:
         """Continue with this many lanes. No step is in flight."""
-        assert not self._steps
+        assert not self.in_flight
         self.num_lanes = num_lanes
 
     def lose(self, holder: HolderId) -> None:
         """Expect no answer of a holder to the steps in flight any more."""
-        for step in self._steps.values():
+        for step in self.in_flight.values():
             step.lose(holder)
 
     def launch(
@@ -273,18 +235,23 @@ class Pipeline:
             fed_by: The lane's tokens before, if they are still on their way to the host.
         """
         started = time.perf_counter()
-        assert lane not in self._steps
+        assert lane not in self.in_flight
         record, begun = self._attention.begin(batch, self._s_worker)
-        forward = begun.forward
-        if forward is None:
-            forward = self._s_worker.begin(batch.rows, lane, batch.feed, batch.hidden)
-        step = LaneStep(lane, batch, logit_rows, record, begun, forward, fed_by=fed_by)
-        step.s_compute_s = planned_s
-        self._steps[lane] = step
+        forward = begun.forward or self._s_worker.begin(batch.rows, lane, batch.feed, batch.hidden)
+        asked_rows = None if batch.asks is None else batch.asked_rows
+        remote = begun.remote
+        is_looked_at = len(begun.parts) != 1 or remote is None or remote.may_be_behind
+        step = LaneStep(
+            lane, batch, logit_rows, record, begun, forward, asked_rows, is_looked_at, fed_by=fed_by
+        )
+        self.in_flight[lane] = step
         if fed_by is not None:
             self._fed.append(step)
-        self._unsent.extend((step, leaving) for leaving in step.scatter())
-        step.count_s_part(0, started, self._trace)
+        self._scatter(step)
+        now = time.perf_counter()
+        step.s_compute_s = planned_s + now - started
+        if self._trace is not None:
+            self._trace.s_part(lane, step.step, 0, started, now)
 
     def run(self, draw: Draw | None = None, take_in: TakeIn | None = None) -> LaneStep | None:
         """Run until some lane has finished its step, and return that. Return None if there is news
@@ -300,7 +267,7 @@ class Pipeline:
             if self._onward is not None:
                 self._note_done(self._onward)
             are_looked_at = False
-            for step in self._steps.values():
+            for step in self.in_flight.values():
                 if step.is_looked_at:
                     are_looked_at = True
                     if step not in ready and step.can_advance:
@@ -321,9 +288,14 @@ class Pipeline:
                 self._advance(step)
             if step.logits is not None:
                 if step.fed_by is None and not step.is_drawn:
-                    self._draw(step, draw)
+                    step.is_drawn, started = True, time.perf_counter()
+                    step.draws = None if draw is None else draw(step)
+                    step.s_compute_s += time.perf_counter() - started
                 if step.can_advance:
-                    self._leave(step)
+                    del self.in_flight[step.lane]
+                    # What isn't sent by now is for lost holders, which may be replaced soon.
+                    if self._unsent:
+                        self._unsent = deque([x for x in self._unsent if x[0] is not step])
                     return step
 
     def receive(self, most_s: float = math.inf) -> None:
@@ -336,12 +308,6 @@ class Pipeline:
             self._note_losses()
         news, self._news = self._news, []
         return news
-
-    def _leave(self, step: LaneStep) -> None:
-        """End a step. What isn't sent by now was for lost holders, which may be replaced soon."""
-        del self._steps[step.lane]
-        if self._unsent:
-            self._unsent = deque(each for each in self._unsent if each[0] is not step)
 
     def _dispatch(self) -> bool:
         """Send what has come to the host, in the order in which it was computed. Return True
@@ -363,28 +329,34 @@ class Pipeline:
                 assert take_in is not None
                 take_in(step.lane)
 
+    def _scatter(self, step: LaneStep) -> None:
+        """Give a step's parts the next layer, which may have to come to the host first."""
+        forward = step.forward
+        for part in step.begun.parts:
+            leaving = part.scatter(forward.layer, forward.q, forward.k, forward.v, forward.place)
+            if leaving is not None:
+                self._unsent.append((step, leaving))
+
     def _advance(self, step: LaneStep) -> None:
-        started, layer = time.perf_counter(), None
+        """Run a step's next layer, or its way through other stages, or get its logits."""
+        started, layer, o = time.perf_counter(), None, None
         passage, forward = step.passage, step.forward
+        for part in step.begun.parts if passage is None else ():
+            o = part.take(o)
         if passage is not None:
             step.logits = passage.advance()
-        elif step.advance():
+        elif o is not None and forward.advance(o):
             layer = forward.layer
-            if leaving := step.scatter():
-                self._unsent.extend((step, each) for each in leaving)
+            self._scatter(step)
         else:
             step.is_looked_at = True
             step.passage = None if self._onward is None else self._onward.leave(step)
             if step.passage is None:
                 step.logits = forward.logits(step.logit_rows)
-        step.count_s_part(layer, started, self._trace)
-
-    def _draw(self, step: LaneStep, draw: Draw | None) -> None:
-        step.is_drawn = True
-        if draw is not None:
-            started = time.perf_counter()
-            step.draws = draw(step)
-            step.s_compute_s += time.perf_counter() - started
+        now = time.perf_counter()
+        step.s_compute_s += now - started
+        if self._trace is not None:
+            self._trace.s_part(step.lane, step.step, layer, started, now)
 
     def _note_losses(self) -> None:
         """Tell the steps in flight which holders were lost."""
@@ -395,7 +367,7 @@ class Pipeline:
     def _note_done(self, onward: NextStage) -> None:
         """Tell the steps in flight what later stages have done of them."""
         for done in onward.take_done():
-            step = self._steps.get(done.lane)
+            step = self.in_flight.get(done.lane)
             if step is None or step.passage is None or step.step != done.step:
                 raise WorkerError(
                     f"stage {done.stage} reports on step {done.step} in lane {done.lane}, which "
@@ -420,17 +392,34 @@ class Pipeline:
                 return
             received, now = fleet.receive(most_s=0.0), time.perf_counter()
 
-    def _take_in(self, holder: HolderId, message: Answer, now: float) -> None:
-        """Take in a message that came now. A holder that sends what isn't due is lost."""
+    def _take_in(self, holder: HolderId, message: Answer, arrived_s: float) -> None:
+        """Take in a message. A holder that sends what isn't due is lost."""
         try:
-            if message.__class__ is AttendResult:  # as nearly all are; no call, as isinstance is
-                self._take_attended(holder, message, now)
-            elif isinstance(message, Accepted | Refused | TakenOver | Welcome):
+            if message.__class__ is not AttendResult:  # no call, as isinstance is, in every layer
+                if not isinstance(message, Accepted | Refused | TakenOver | Welcome):
+                    raise ProtocolError(f"{self._fleet.peer(holder)} {unasked(message)}")
                 self._news.append((holder, message))
-            else:
-                raise ProtocolError(f"{self._fleet.peer(holder)} {unasked(message)}")
+                return
+            step = self.in_flight.get(message.lane)
+            if step is None or (remote := step.begun.remote) is None:
+                text = f"answered for lane {message.lane}, which is idle"
+                raise ProtocolError(f"{self._fleet.peer(holder)} {text}")
+            is_last = remote.answered(holder, message)
         except ProtocolError as error:
             self._fleet.lose(holder, error)
+            return
+        record, sent_s = step.record, step.record.sent_s[message.layer]
+        round_trip_s = arrived_s - sent_s - message.compute_s
+        if round_trip_s < record.round_trip_s:
+            record.round_trip_s = max(0.0, round_trip_s)
+        if self._trace is not None:
+            self._trace.attended(
+                holder, step.lane, message.step, message.layer, sent_s, arrived_s, message.compute_s
+            )
+        step.s_compute_s += time.perf_counter() - arrived_s
+        self._num_awaited = len(remote.awaited)
+        if is_last and step not in self._ready and (not step.is_looked_at or step.can_advance):
+            self._ready.append(step)
 
     def _take_in_all(self) -> None:
         """Take in what is here: the lane on the device can always run, and R-workers answer."""
@@ -438,33 +427,12 @@ class Pipeline:
         while fleet.is_owed and (received := fleet.receive(most_s=0.0)) is not None:
             self._take_in(*received, time.perf_counter())
 
-    def _take_attended(self, holder: HolderId, result: AttendResult, arrived_s: float) -> None:
-        step = self._steps.get(result.lane)
-        remote = None if step is None else step.begun.remote
-        if step is None or remote is None:
-            raise ProtocolError(
-                f"{self._fleet.peer(holder)} answered for lane {result.lane}, which is idle"
-            )
-        is_last, record = remote.answered(holder, result), step.record
-        sent_s = record.sent_s[result.layer]
-        round_trip_s = arrived_s - sent_s - result.compute_s
-        if round_trip_s < record.round_trip_s:
-            record.round_trip_s = max(0.0, round_trip_s)
-        if self._trace is not None:
-            self._trace.attended(
-                holder, step.lane, result.step, result.layer, sent_s, arrived_s, result.compute_s
-            )
-        step.s_compute_s += time.perf_counter() - arrived_s
-        self._num_awaited = len(remote.awaited)
-        if is_last and step not in self._ready and step.can_advance:
-            self._ready.append(step)
-
     def _first_to_come(self) -> Arrival | None:
         """Wait for an answer or for a copy to the host, whichever is first, while no lane can
         run. Return an answer; send what is copied."""
         fleet, unsent = self._fleet, self._unsent[0][1] if self._unsent else None
         # The others await answers alone, and weren't ready when the pipeline looked.
-        looked_at = [x for x in self._steps.values() if x.is_looked_at or x.fed_by is not None]
+        looked_at = [x for x in self.in_flight.values() if x.is_looked_at or x.fed_by is not None]
         copies = [copy for step in looked_at for copy in step.coming]
         if any(step.can_advance or step.has_come for step in looked_at):
             return None  # by now
@@ -490,7 +458,7 @@ class Pipeline:
         has_come = self._dispatch() or any(copy.done for copy in copies)
         # A lane on the device says so only when it is asked.
         can_advance = self._is_hybrid and any(
-            step.can_advance or step.has_come for step in self._steps.values()
+            step.can_advance or step.has_come for step in self.in_flight.values()
         )
         has_changed = has_come or can_advance or fleet.has_moves or fleet.lost.keys() != lost
         return [] if has_changed else None

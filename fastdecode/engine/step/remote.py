@@ -65,8 +65,7 @@ class StepRecord:
     @property
     def r_compute_s(self) -> dict[HolderId, float]:
         """Seconds that each holder has attended, on a GPU too."""
-        on_gpu_s = {holder: seconds() for holder, seconds in self.gpu_s.items()}
-        return {holder: s + on_gpu_s.get(holder, 0.0) for holder, s in self.r_s.items()}
+        return {x: s + self.gpu_s[x]() if x in self.gpu_s else s for x, s in self.r_s.items()}
 
 
 class HostCopy(Protocol):
@@ -228,7 +227,7 @@ class RemotePart:
         self._plan, self.record, self._merge = plan, record, merge
         self._own = batch.spans  # a mixed step's record has others, too
         self._spans = {span.holder: span for span in batch.spans}
-        self._num_queries = {span.holder: span.num_queries for span in batch.spans}
+        self._num_queries = {x.holder: int(x.begin.num_queries.sum()) for x in batch.spans}
         self._storing = {x: _Storing() for x, number in self._num_queries.items() if not number}
         self.may_be_behind = bool(self._storing)  # the layer may be ready though no answer has come
         self._layer = -1
@@ -342,10 +341,8 @@ class RemotePart:
     @property
     def settled(self) -> bool:
         """True if every holder has answered everything: the step may end."""
-        return not self.awaited and all(
-            storing.last_layer == self._layer or holder in self.record.lost
-            for holder, storing in self._storing.items()
-        )
+        behind = [x for x, storing in self._storing.items() if storing.last_layer < self._layer]
+        return not self.awaited and self.record.lost.issuperset(behind)
 
     def take(self, o: Tensor | None) -> Tensor:
         """Give the layer's o [T, Hq, D], with zeros in the rows of lost holders."""

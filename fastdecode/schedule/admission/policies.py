@@ -33,6 +33,9 @@ class Admission:
     """One lane's policy: sequences, which are micro-batches of one, start while there is room.
     Other policies override what they need."""
 
+    follows_steps = False
+    """True if ``begin_step`` is due in steps for which no sequence waits, too."""
+
     def order(self, sequence: Sequence) -> tuple[int, ...]:
         """Return the key of a sequence that has never run. The least starts first."""
         return (sequence.sequence_id,)

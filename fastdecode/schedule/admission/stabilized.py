@@ -42,6 +42,8 @@ class Stabilized(Admission):
             stays even. Without it, equal lengths drift into convoys.
     """
 
+    follows_steps = True
+
     def __init__(
         self,
         capacity: Seq[int],

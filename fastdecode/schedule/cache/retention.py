@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol, TypeAlias, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,15 +30,16 @@ _LENGTHS: Final = tuple(1 << bits for bits in range(6, 21))  # tokens for which 
 Values: TypeAlias = NDArray[np.float64]
 
 
-COLUMNS: Final = np.dtype(
-    [
-        ("cost", "f8"), ("ended_s", "f8"), ("num_leases", "f8"), ("last_use", "i8"),
-        ("num_tokens", "i8"), ("is_end", "?"), ("kind", "u1"),
-    ]
-)  # fmt: skip
-"""Blocks that may be evicted: ``Policy.cost_of``, the time and the number of the last use,
-conversations that share it, tokens up to its end, and whether no other such block is behind it."""
-Columns: TypeAlias = NDArray[np.void]
+class Columns(NamedTuple):
+    """Blocks that may be evicted, [N] each."""
+
+    cost: Values  # ``Policy.cost_of``
+    ended_s: Values  # time of its last use
+    last_use: Values  # number of its last use
+    num_leases: Values  # conversations that share it
+    num_tokens: Values  # tokens up to its end
+    is_end: Values  # 1 if no other such block is behind it, else 0
+
 
 NumberT = TypeVar("NumberT", float, Values)
 
@@ -92,28 +93,9 @@ class Policy(Protocol):
         """Return the cost of a block that ends at ``num_tokens``."""
 
     def values(self, blocks: Columns, now_s: float) -> Values:
-        """Return what each of ``COLUMNS`` is worth, [N]. The lowest is evicted first, of equal ones
+        """Return what each of them is worth, [N]. The lowest is evicted first, of equal ones
         the leading one, and an infinite one only after others. A value depends on its own block
         alone, and never rises with time."""
-
-
-class TierPolicy(Protocol):
-    """Chooses which conversation of a simulated tier evicts blocks next, and which blocks."""
-
-    def cost_of(self, num_tokens: int) -> float:
-        """Return the cost of a block that ends at ``num_tokens``."""
-
-    def score(self, first_cost: NumberT, last_s: NumberT, now_s: float) -> NumberT:
-        """Score a conversation, or each of several. The lowest score evicts, of equal ones the
-        first that appeared.
-
-        Args:
-            first_cost: cost of its first block in the tier.
-            last_s: when it was active last.
-        """
-
-    def leaving(self, blocks: list[int]) -> int:
-        """Return which of its blocks it evicts: the first, or the last."""
 
 
 @dataclass(frozen=True)
@@ -127,14 +109,22 @@ class Retention:
         return self.cost(num_tokens)
 
     def values(self, blocks: Columns, now_s: float) -> Values:
-        idle_s = np.maximum(now_s - blocks["ended_s"], _INSTANT_S)
-        values = blocks["cost"] / idle_s * np.maximum(blocks["num_leases"], 1)
-        return np.where(blocks["is_end"] | (blocks["num_leases"] > 0), values, np.inf)
+        idle_s = np.maximum(now_s - blocks.ended_s, _INSTANT_S)
+        values = blocks.cost / idle_s * np.maximum(blocks.num_leases, 1)
+        return np.where(blocks.is_end + blocks.num_leases > 0, values, np.inf)
 
     def score(self, first_cost: NumberT, last_s: NumberT, now_s: float) -> NumberT:
+        """Score a conversation of a simulated tier, or each of several. The lowest score evicts, of
+        equal ones the first that appeared.
+
+        Args:
+            first_cost: cost of its first block in the tier.
+            last_s: when it was active last.
+        """
         return first_cost / (now_s - last_s + _INSTANT_S)
 
     def leaving(self, blocks: list[int]) -> int:
+        """Return which of its blocks a conversation of a simulated tier evicts."""
         return blocks[0]
 
 
@@ -146,14 +136,16 @@ class LeastRecent:
         return 1.0
 
     def values(self, blocks: Columns, now_s: float) -> Values:
-        values: Values = blocks["last_use"] - blocks["num_tokens"] / _BEYOND_ALL_TOKENS
-        return values
+        return blocks.last_use - blocks.num_tokens / _BEYOND_ALL_TOKENS
 
     def score(self, first_cost: NumberT, last_s: NumberT, now_s: float) -> NumberT:
         return last_s
 
     def leaving(self, blocks: list[int]) -> int:
         return blocks[-1]
+
+
+TierPolicy: TypeAlias = Retention | LeastRecent
 
 
 def policy_of(name: str, block_size: int, cost: CostTable = FLAT_TO_HALF) -> TierPolicy:

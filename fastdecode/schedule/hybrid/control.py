@@ -21,8 +21,8 @@ from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.hybrid import forecast
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Guess, Known, Layout, Work
 from fastdecode.schedule.lengths import LengthPredictor
+from fastdecode.schedule.plan import Lane, cached_at_end
 from fastdecode.schedule.reserving.ledger import BlockLedger
-from fastdecode.schedule.running import Lane, cached_at_end
 from fastdecode.schedule.times import StepTime
 
 MAX_LANES = 2

@@ -12,8 +12,8 @@ from fastdecode.core.holders import Part, Residence
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.lengths import LengthPredictor
+from fastdecode.schedule.plan import Lane, RunningSequence, arrival, cached_at_end
 from fastdecode.schedule.reserving.ledger import BlockLedger
-from fastdecode.schedule.running import Lane, RunningSequence, arrival, cached_at_end
 
 
 class Outgrown:

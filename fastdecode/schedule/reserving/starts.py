@@ -19,9 +19,8 @@ from fastdecode.core.sequence import NOTHING, Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.cache.reuse import Reuse
 from fastdecode.schedule.lengths import LengthPredictor
-from fastdecode.schedule.plan import Start
+from fastdecode.schedule.plan import Lane, RunningSequence, Start, cached_at_end
 from fastdecode.schedule.reserving.ledger import BlockLedger
-from fastdecode.schedule.running import Lane, RunningSequence, cached_at_end
 
 _TOKENS_A_TOKEN = 4
 """Cached tokens by which a holder may be busier than others for each token of a prompt that it
