@@ -237,3 +237,15 @@ def test_a_greeting_that_is_refused_hears_why(
         answer = Codec().decode(np.frombuffer(dealer.recv(), np.uint8))
     assert isinstance(answer, Failed) and answer.code == code and match in answer.message
     check_it_serves(listener, connection, index)
+
+
+def test_a_peer_that_floods_holds_up_no_look(listener: ZmqListener, hub: ZmqHub) -> None:
+    idle, flooding = hub.open(listener.address), hub.open(listener.address)
+    for each in (idle, flooding):
+        each.send(Inspect())
+        listener.receive_any(WAIT_S)
+    for _ in range(2000):
+        flooding.send(Inspect())
+    for _ in range(2000):
+        listener.receive_any(WAIT_S)
+        assert sum(len(each.inbox) for each in listener.connections) <= 1

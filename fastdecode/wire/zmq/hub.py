@@ -85,7 +85,7 @@ _EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | sum(_R
 _PROMPT_S: Final = 0.5
 """A peer that is not reached within this is asked why, over a TCP connection of its own."""
 _MOST_TAKEN: Final = 100
-"""Messages of strangers that a listener takes in before it looks at its connections."""
+"""Messages that a listener takes in before it looks at its connections, even in a flood."""
 _ROLES: Final[dict[type[Message] | None, Role]] = {
     Inspect: Role.READER,
     ReadBlocks: Role.READER,
@@ -471,6 +471,7 @@ class ZmqListener(SocketHub):
         self._most_peers = most_peers
         self._codec = Codec((Hello,))
         self._peers: dict[bytes, ZmqConnection] = {}  # by identity
+        self._most_taken = _MOST_TAKEN
         self._socket = self._make_socket(zmq.ROUTER, address)
         self._items: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._bell, zmq.POLLIN)]
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -484,8 +485,9 @@ class ZmqListener(SocketHub):
         self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def take_in(self, connection: ZmqConnection) -> None:
-        while not connection.inbox and self._take_in_next():
-            pass
+        for _ in range(self._most_taken):
+            if connection.inbox or not self._take_in_next():
+                break
         if not connection.inbox:
             connection.ask()
 
@@ -495,10 +497,11 @@ class ZmqListener(SocketHub):
     def _poll_any(self) -> tuple[int, Any] | None:
         with self.lock:
             self._take_in_next()
-            while (found := super()._poll_any()) is None:
-                if not any(x.inbox and x.is_open for x in self.connections):
-                    break
-            return found
+            self._most_taken = 0  # one a look: a flood of one peer holds up none
+            try:
+                return super()._poll_any()
+            finally:
+                self._most_taken = _MOST_TAKEN
 
     def _take_in_next(self) -> bool:
         """Take in messages up to one of a connection, which a greeting makes. Return False if none
