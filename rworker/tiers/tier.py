@@ -146,7 +146,7 @@ class Tier:
         return 0, 0, 0, 0
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait until some job has come further than was reported, or all are over."""
+        """Wait until some job has come further than was reported, or ``progress`` has to look."""
 
     def wait_for_layer(self, numbers: Collection[int], layer: int) -> None:
         """Wait until a layer of these jobs' blocks has arrived, or has failed."""
@@ -206,6 +206,7 @@ class DiskTier(Tier):
         self._fetches: deque[Unit] = deque()
         self._stores: deque[Unit] = deque()
         self._running: dict[Unit, float] = {}  # since when
+        self._given_up: dict[Unit, float] = {}  # that a thread still has, and since when
         self._placing: set[Unit] = set()  # into the cache
         self._jobs: dict[int, MoveJob] = {}
         self._is_closed = False
@@ -228,10 +229,11 @@ class DiskTier(Tier):
 
     def progress(self, job: MoveJob) -> int:
         with self._moved:
-            oldest_s = min(self._running.values(), default=None)
-            if oldest_s is not None and self._clock() - oldest_s >= STUCK_S and not self.is_broken:
+            since_s = min([*self._running.values(), *self._given_up.values(), self._clock()])
+            if not self.is_broken and self._clock() - since_s >= STUCK_S:
                 self.is_broken = True
                 self._note("stuck", f"doesn't answer for {STUCK_S:g} s, and isn't asked any more")
+            if self.is_broken:  # all threads may hang
                 self._give_up(self._jobs.values())
             job.num_told = job.num_there
             if job.is_over:
@@ -250,7 +252,8 @@ class DiskTier(Tier):
             return not jobs or any(job.num_there > job.num_told for job in jobs)
 
         with self._moved:
-            self._moved.wait_for(has_news, timeout_s)
+            most_s = STUCK_S if timeout_s is None else min(timeout_s, STUCK_S)
+            self._moved.wait_for(has_news, most_s)
 
     def wait_for_layer(self, numbers: Collection[int], layer: int) -> None:
         group = next(i for i, layers in enumerate(self._groups) if layer in layers)
@@ -305,7 +308,8 @@ class DiskTier(Tier):
         self._fetches = deque(unit for unit in self._fetches if unit.job not in doomed)
         self._stores = deque(unit for unit in self._stores if unit.job not in doomed)
         self._placed.wait_for(lambda: all(unit.job not in doomed for unit in self._placing))
-        self._running = {x: s for x, s in self._running.items() if x.job not in doomed}
+        for unit in [unit for unit in self._running if unit.job in doomed]:
+            self._given_up[unit] = self._running.pop(unit)
         given_up = [job for job in doomed if not job.is_over]
         for job in given_up:
             job.failed.update(range(len(job.keys)))
@@ -361,7 +365,7 @@ class DiskTier(Tier):
     def _done(self, unit: Unit, *, has_failed: bool) -> None:
         job = unit.job
         with self._moved:
-            if self._running.pop(unit, None) is None:
+            if self._given_up.pop(unit, None) is not None or self._running.pop(unit, None) is None:
                 return  # it was given up
             num_before = job.num_there
             job.num_left[unit.group] -= 1

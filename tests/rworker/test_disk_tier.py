@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from held_slots import HeldSlots, held
 
+from rworker.tiers import tier as tier_module
 from rworker.tiers.disk import open_slots
 from rworker.tiers.format import SlotShape
 from rworker.tiers.tier import ArrayMemory, DiskTier, MoveJob
@@ -105,4 +106,24 @@ def test_a_late_job_that_ends_meanwhile_is_not_cleared(stored: Path) -> None:
     tier.wait_for_layer((7, 8), 0)  # while it waits for the last job, the first one ends
     tier.wait_for_layer((8,), 3)
     assert (pool == (0 if last.failed else filled())).all()
+    tier.close()
+
+
+def test_no_later_job_waits_for_a_disk_that_hangs(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All threads hang in it, with a job that a step has given up."""
+    monkeypatch.setattr(tier_module, "STUCK_S", 0.1)
+    tier, job, slots, _ = fetching(stored, late_s=0.01)
+    tier.wait_for_layer((7,), 0)
+    fetch, store = MoveJob(8, True, KEYS, (0, 1, 2)), MoveJob(9, False, KEYS, (0, 1, 2), (1, 2, 3))
+    for each in (job, fetch, store):
+        if each is not job:
+            tier.begin(each)
+        while tier.progress(each) < SHAPE.num_layers:
+            tier.wait(None)
+        assert each.failed == {0, 1, 2}
+    assert tier.is_broken
+    for layer in range(4):
+        slots.let(layer)
     tier.close()
