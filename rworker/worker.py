@@ -249,8 +249,8 @@ class RWorker:
                 if refused:
                     refusal = refused[0]
                     break
-        except (FastDecodeError, OSError) as error:
-            refusal = str(error)
+        except Exception as error:  # whatever it is, no peer may find what is left
+            refusal = f"{type(error).__name__}: {error}"
         found = f"wasn't read to its end: {refusal}" if refusal else "was read"
         logger.info("holder %d's replica %s", order.message.holder, found)
         self.obey(self.state.lost(RESTORER, is_torn=is_torn))

@@ -5,8 +5,8 @@ A file is records (``rworker.stream.files``): the ``Hello`` that opens the repli
 the cache, and its K and V. Reading it gives the cache, or what it was earlier if the file ends in
 the middle: never anything but a prefix of every sequence. What is answered for is on the disk.
 
-Once a file is twice as long as its cache, it is written anew under another name, and takes the old
-one's place when it has all that the cache has.
+Once a file is twice as long as its cache, another one is begun under another name, and replaces it
+when it has all that the cache has.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rworker.transfers.neighbours import NeighbourConnection
 logger = logging.getLogger(__name__)
 
 MOST_LENGTHS: Final = 2.0
-"""Length of a file, in lengths of its cache, at which it is written anew."""
+"""Length of a file, in lengths of its cache, at which another one is begun."""
 LEAST_BYTES: Final = 1 << 26
 """Length that a file may have in any case."""
 _NEW: Final = ".new"
@@ -52,9 +52,9 @@ class ReplicaSink:
     """Where a replica goes: to another R-worker, or into a file."""
 
     connect: Callable[[], NeighbourConnection]
-    """Begins a replica anew. Raises FastDecodeError: If it can't."""
+    """Begins a new replica. Raises FastDecodeError: If it can't."""
     most_bytes: float = math.inf
-    """Bytes of K and V after which a replica is begun anew."""
+    """Bytes of K and V after which a new replica is begun."""
     settle: Callable[[], None] = _nothing
     """Puts the new replica, which has all of the cache, in the place of the one before."""
     discard: Callable[[], None] = _nothing
@@ -183,7 +183,12 @@ class FileConnection:
     def __init__(self, path: Path) -> None:
         self.peer = str(path)
         self._writer = RecordWriter(path)
-        sync_directory(path.parent)  # what is answered for can be found, too
+        try:
+            sync_directory(path.parent)  # what is answered for can be found, too
+        except OSError:
+            self._writer.close()
+            _remove(path)
+            raise
         self._answers: deque[FromRWorker] = deque()
         self._error: str | None = None
         self._messages: queue.SimpleQueue[ToRWorker | None] = queue.SimpleQueue()
@@ -218,8 +223,8 @@ class FileConnection:
         try:
             while self._write_all():
                 pass
-        except OSError as error:
-            self._error = error.strerror or str(error)
+        except Exception as error:  # whatever it is, its owner would wait for ever
+            self._error = getattr(error, "strerror", "") or f"{type(error).__name__}: {error}"
         finally:
             self._writer.close()
 

@@ -12,7 +12,7 @@ from replica_jobs import Tokens, run
 from trouble import crash_after
 
 from fastdecode import LLM
-from fastdecode.core.errors import CapacityError, ConfigError, WorkerError
+from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.wire.messages import ToRWorker
 from rworker.attention import AttentionExecutor
 from rworker.instructions import PlaceChunk, Prepare
@@ -199,7 +199,7 @@ def test_a_cache_that_is_restored_in_part_is_not_gone_on_with(
     def failing(self: AttentionExecutor, order: Prepare | PlaceChunk) -> None:
         prepared = order if isinstance(order, Prepare) else self._caches[order.holder].prepared
         if prepared.is_on_disk:
-            raise CapacityError("there is no room on the disk")
+            raise MemoryError("there is no room")
         carry_out(self, order)
 
     monkeypatch.setattr(AttentionExecutor, step, failing)

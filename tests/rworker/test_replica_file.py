@@ -6,6 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from fastdecode.wire.waiting import look_until_found
 from rworker.cache_state import CacheState
 from rworker.instructions import LinkReplica, ReadReplica
 from rworker.stream.files import RecordWriter
+from rworker.transfers import replica_file
 from rworker.transfers.replica_file import LEAST_BYTES, FileConnection, ReplicaFiles
 
 KV = KVSpec(2, 2, 8, DType.INT8, 4)
@@ -177,3 +179,14 @@ def test_a_file_that_cannot_be_made(tmp_path: Path) -> None:
     sink = ReplicaFiles(tmp_path / "nowhere").sink(_order())
     with pytest.raises(ConfigError, match=r"can't write .*nowhere.*No such file"):
         sink.connect()
+
+
+def test_a_directory_that_cannot_be_synced_costs_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse = Mock(side_effect=OSError(22, "Invalid argument"))
+    monkeypatch.setattr(replica_file, "sync_directory", refuse)
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError, match=r"can't write .*Invalid argument"):
+        ReplicaFiles(tmp_path).sink(_order()).connect()
+    assert len(os.listdir("/proc/self/fd")) <= num_open and not list(tmp_path.iterdir())
