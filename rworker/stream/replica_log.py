@@ -119,14 +119,14 @@ class ReplicaLog:
                     self._sent[sequence] = change.num_tokens
                     yield change
             case Close(sequence):
-                self._losses.pop(sequence, None)
+                self._losses -= Counter((sequence,))
                 self._kept.leave(sequence)
                 if self._sent.pop(sequence, None) is not None:
                     yield Close(sequence)
                 if change.tail:
                     self._kept.keep_tail(bytes.fromhex(change.tail))
             case Truncate(sequence, num_tokens):
-                self._losses[sequence] -= 1
+                self._losses -= Counter((sequence,))
                 if sequence in self._sent:
                     self._kept.leave(sequence, num_tokens)
                     self._sent[sequence] = count = min(num_tokens, self._sent[sequence])
