@@ -263,7 +263,8 @@ class MpiJob:
         """Return this side of a connection. ``line``: None for one that is new on both sides."""
         self.peers.add(rank)
         if line is None:
-            line = _LINES[(2 * next(self._numbers) + (self.rank < rank)) % len(_LINES)]
+            lines = (_LINES[(2 * i + (self.rank < rank)) % len(_LINES)] for i in self._numbers)
+            line = next(each for each in lines if (rank, each) not in self.connections)
         connection = self._find(rank, line)
         return self._add(rank, line) if connection.hub else connection
 
