@@ -150,7 +150,7 @@ class MeasuredTimes(StepTime):
             self._trip_s = min(self._trip_s * _FORGET, round_trip_s)
 
     def trip_s(self, num_tokens: int) -> float:
-        """Return the least recent time, whatever the batch."""
+        """Return the least of the recent times, whatever the batch."""
         return self._trip_s
 
     def s_part_s(self, num_decoding: int, prompts: Prompts = (), *, hopeful: bool = False) -> float:

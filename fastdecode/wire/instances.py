@@ -32,7 +32,6 @@ elsewhere. A controller gives a request's name to no other request.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -159,10 +158,6 @@ class EngineNumbers(Message, frozen=True):
     def num_waiting(self) -> int:
         """Sequences of which nothing runs."""
         return self.num_unfinished - self.num_running
-
-    def step_age_s(self) -> float | None:
-        """Seconds since the last step ended; None before the first."""
-        return None if self.stepped_s is None else time.monotonic() - self.stepped_s
 
 
 class StatusReport(EngineNumbers, frozen=True, tag=195):

@@ -252,7 +252,7 @@ class InstanceRanks:
         return self.stages[-1].end
 
     def instance_of(self, rank: int) -> int:
-        """Return whose a rank behind the first is."""
+        """Return the number of the instance that a rank belongs to; the rank is not the first."""
         return sum(each.end <= rank for each in self.stages)
 
     def role(self, rank: int) -> RankRole:

@@ -47,7 +47,7 @@ class Listener(Hub[FromRWorker, ToRWorker], Protocol):
 
 
 class _Inside(InprocHub[ToRWorker, FromRWorker]):
-    """A gate's connections to its R-worker, whose messages call ``wake``."""
+    """An export server's connections to its R-worker, whose messages call ``wake``."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         super().__init__(keeps_places=False)
@@ -69,9 +69,9 @@ class ExportServer(threading.Thread):
     def __init__(
         self, name: str, listener: Listener, worker: InprocHub[FromRWorker, ToRWorker]
     ) -> None:
-        super().__init__(name=f"gate-{name}", daemon=True)
+        super().__init__(name=f"export-{name}", daemon=True)
         self._listener = listener
-        self._whose = name
+        self._owner = name
         self._worker = worker
         self._inside = _Inside(self._listener.wake)
         self._within: dict[int, InprocConnection[ToRWorker, FromRWorker]] = {}  # by reader
@@ -84,7 +84,7 @@ class ExportServer(threading.Thread):
             while not self._is_closing:
                 self._turn()
         except Exception:
-            logger.exception("R-worker %s can no longer be read", self._whose)
+            logger.exception("R-worker %s can no longer be read", self._owner)
         finally:
             for connection in self._within.values():
                 connection.close()
@@ -102,7 +102,7 @@ class ExportServer(threading.Thread):
             reader, message = self._listener.receive_any(_LOOK_S)
         except PeerLostError as lost:
             if lost.code != CLOSED:  # it broke the protocol
-                failed = Failed(self._whose, lost.code, lost.message)
+                failed = Failed(self._owner, lost.code, lost.message)
                 with contextlib.suppress(WorkerError):
                     self._listener.connections[lost.index].send(failed)
             self._hang_up(lost.index)
@@ -116,7 +116,7 @@ class ExportServer(threading.Thread):
         outside = self._listener.connections[reader]
         within = self._within.get(reader)
         if within is None:
-            within, _ = connect(self._inside, outside.peer, self._worker, f"R-worker {self._whose}")
+            within, _ = connect(self._inside, outside.peer, self._worker, f"R-worker {self._owner}")
             self._within[reader], self._outside[within.index] = within, outside
         try:
             within.send(message)

@@ -274,7 +274,7 @@ class GroupPool:
         self._owners = {member: group for group in self.groups for member in group.shards}
         self._share_out = share_out
         self.is_greeting = False
-        """True while members of a lost group are greeted again. A device beside answers on."""
+        """True while members of a lost group are greeted again. A hybrid device still answers."""
         self.tier: UseTier | None = None
         """Opens the lower tiers of groups. None if they have none."""
         self._kept: deque[tuple[HolderId, Answer]] = deque()  # answers that ``take_in`` took

@@ -4,6 +4,7 @@ Whatever is read there is typed, finite and bounded: it is summed with what othe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import asdict, fields
 from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
@@ -105,9 +106,8 @@ class EngineClient:
 
     def submit(self, request: Request, *, every_step: bool) -> None:
         """Send it a request to run. Raises FastDecodeError: If it is lost or stranded."""
-        refusal = self.broken or self.stranded
-        if refusal is not None:
-            raise refusal
+        if (refusal := self.broken or self.stranded) is not None:
+            raise copy(refusal)  # raised again it would keep the frames of each time
         self._send(Submit((request,), every_step))
 
     def cancel(self, request_id: str) -> None:

@@ -140,7 +140,7 @@ class Router:
         """End a turn. Raises WorkerError: If no instance is left."""
         self.has_work = False
         if self._broken is not None:
-            raise self._broken
+            raise copy(self._broken)
 
     def look(self) -> None:
         """Do nothing: instances report by themselves."""
