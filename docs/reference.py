@@ -182,7 +182,8 @@ def exit_codes_page() -> Iterator[str]:
         "",
         MADE,
         "",
-        "All commands use them. `size` exits with 1 where no plan holds.",
+        "All commands use them. 1 also answers no: no plan of `size` or `plan` holds, `bench` is "
+        "beyond its tolerance, `doctor` has a FAIL, `cache` found damage.",
         "",
     )
     yield from ("| code | meaning | errors |", "|---|---|---|")

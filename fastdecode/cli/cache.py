@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class CacheOptions:
     place: Path = option(REQUIRED, "the directory, or the file", flag="place", metavar="DIR")
     verify: bool = switch(
-        "say only whether it is whole; exit code 1: it isn't", is_alternative=True
+        "say only whether it is whole; exit code 1: it isn't, or is in use", is_alternative=True
     )
     clear: bool = switch(
         "end all of its conversations: the file is written over with zeros, and removed; or "
@@ -59,7 +59,7 @@ def run_cache(args: argparse.Namespace) -> int:
     else:
         lines = _lines(found)
         print(*(lines[-1:] if args.verify else lines), sep="\n")
-    return EXIT_NO if found.damage and not args.clear else 0
+    return EXIT_NO if not args.clear and (found.damage or (args.verify and found.is_held)) else 0
 
 
 def _of_blocks(args: argparse.Namespace) -> int:
@@ -79,8 +79,7 @@ def _of_blocks(args: argparse.Namespace) -> int:
     else:
         for each in found:
             print("\n".join(_block_lines(each, was_verified=args.verify)))
-    is_damaged = any(each.damage for each in found)
-    return EXIT_NO if is_damaged and not args.clear else 0
+    return EXIT_NO if any(each.damage for each in found) and not args.clear else 0
 
 
 def _block_lines(found: KeptBlocksOnDisk, *, was_verified: bool) -> list[str]:

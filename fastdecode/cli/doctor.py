@@ -175,11 +175,13 @@ def _conversations(directory: Path) -> Finding:
         found = inspect(path) if path.exists() else None
     except (OSError, ConfigError) as error:
         mend = "make the directory, or name another one (--conversations)"
-        return fail(check, f"{directory}: {error}", mend)
+        return fail(check, f"{directory}: {getattr(error, 'strerror', None) or error}", mend)
     if found is not None and found.damage:
         mend = "restore it from a copy, or clear it (fastdecode cache --clear)"
         return fail(check, f"{path} is damaged: {found.damage}", mend)
     kept = "none yet" if found is None else f"{found.conversations} in {found.num_bytes} bytes"
+    if found is not None and found.is_held:
+        kept = "not verified, since a process uses them"
     text = f"{directory}: {kept}; {free_gb:.1f} GB of disk free"
     if free_gb < _LITTLE_DISK_GB:
         return warn(check, text, "make room: turns that can't be kept fail")
@@ -231,13 +233,12 @@ def _cache_disk(directory: Path) -> Finding:
         files = inspect_blocks(directory, verify=False)
     except (OSError, ConfigError) as error:
         mend = "name a directory of your own on a disk with room (--cache-disk)"
-        return fail(check, f"{directory}: {error}", mend)
+        return fail(check, f"{directory}: {getattr(error, 'strerror', None) or error}", mend)
     text = (
         f"{directory}: written at {speed.write_gb_s:.2f} GB/s, read at {speed.read_gb_s:.2f}; "
         f"{len(files)} files of KV blocks, {free_gb:.1f} GB free"
     )
-    damaged = [file.path for file in files if file.damage]
-    if damaged:
+    if damaged := [file.path for file in files if file.damage]:
         mend = "an R-worker will refuse it: remove the file"
         return warn(check, f"{text}; {damaged[0]} is damaged", mend)
     if not speed.is_direct:

@@ -78,7 +78,7 @@ def _help(each: Declared, default: object) -> str:
     elif "default" not in text and not each.option.is_switch:
         shown = f"{each.default:g}" if isinstance(each.default, float) else each.default
         if shown not in (None, (), "", REQUIRED):
-            text += f" (default: {'yes' if shown is True else shown})"
+            text += f" (default: {('no', 'yes')[each.default] if each.kind is bool else shown})"
     return text.replace("%", "%%")
 
 

@@ -153,7 +153,7 @@ def _fetch(url: str, key: str | None) -> bytes:
 
 
 def _checked(content: bytes, place: str) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         status = json.loads(content)
         if isinstance(status, dict) and {"state", "time_s", "uptime_s"} <= status.keys():
             return status

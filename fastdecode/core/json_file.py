@@ -3,6 +3,7 @@ A name may stand for a pipe or a device that never ends, and a file may be of an
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -72,14 +73,8 @@ def read_object(
 
 
 def write_whole(path: Path, text: str, *, refuse: Refuse, durable: bool = False) -> None:
-    """Write a file in place of any that was there, whole or not at all.
-
-    Args:
-        durable: it is there even if the machine dies just after.
-
-    Raises:
-        FastDecodeError: as ``refuse`` words it: it can't be written.
-    """
+    """Create or replace a file, whole or not at all. With ``durable`` it survives a power cut.
+    Raises FastDecodeError: Made by ``refuse``, if it can't be written."""
     partial = path.with_name(path.name + ".part")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -91,6 +86,8 @@ def write_whole(path: Path, text: str, *, refuse: Refuse, durable: bool = False)
         if durable:
             sync_directory(path.parent)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise refuse(f"can't write it: {explained(error)}") from None
 
 

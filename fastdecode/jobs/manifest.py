@@ -67,7 +67,7 @@ class Manifest:
         def refuse(why: object) -> ConfigError:
             return ConfigError(
                 f"the run manifest {path}: {why}. Without it the output cannot be resumed. Restore "
-                "it, or start again with --overwrite"
+                "it, or run its job again with --overwrite"
             )
 
         content = read_object(path, most_bytes=MAX_MANIFEST_BYTES, refuse=refuse)

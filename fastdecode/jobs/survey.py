@@ -18,8 +18,8 @@ MAX_COMPLAINTS = 20
 MAX_PROBED_LINES = 100  # lines that are read to find out a file's format
 SIMPLE_FIELDS = ("id", "prompt", "prompt_token_ids")
 MAX_SHAPES: Final = 8192
-MAX_SHAPE_CHARS: Final = 4096
-"""Most characters of a shape that is remembered."""
+MAX_SHAPE_BYTES: Final = 4096
+"""Longest shape that is remembered."""
 TICK_LINES: Final = 10_000
 _NUMBERS: Final = re.compile(r"\d+")
 OnLook: TypeAlias = Callable[[float, int], object]
@@ -124,7 +124,7 @@ def survey(
             if is_turn is None:
                 line_id, is_turn = _check(found, lines, number, raw, takes_text=takes_text)
                 has_room = len(checked) < MAX_SHAPES
-                if shape and is_turn is not None and has_room and len(shape) <= MAX_SHAPE_CHARS:
+                if shape and is_turn is not None and has_room and len(shape) <= MAX_SHAPE_BYTES:
                     checked[shape] = is_turn
             if line_id is not None:
                 finder.add(number, line_id)

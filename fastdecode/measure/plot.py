@@ -211,5 +211,5 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
                     yield json.loads(line)
     except OSError as error:
         raise ConfigError(f"can't read {path}: {explained(error)}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a trace ({error}): give a file of --trace") from None

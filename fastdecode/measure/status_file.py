@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from fastdecode import __version__
-from fastdecode.core.os_errors import explained
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.json_file import write_whole
 
 if TYPE_CHECKING:
     from fastdecode.engine.service import EngineService
@@ -68,7 +69,7 @@ def status_file(
     if path is None:
         yield
         return
-    started_at, is_over, failures = time.monotonic(), threading.Event(), list[str]()
+    started_at, is_over, failures = time.monotonic(), threading.Event(), list[ConfigError]()
 
     def write(end: str = "") -> None:
         state, fields = look(bool(end))
@@ -82,14 +83,12 @@ def status_file(
             "uptime_s": time.monotonic() - started_at,
             **fields,
         }
-        beside = path.with_name(f"{path.name}.{os.getpid()}.new")
         try:
-            beside.write_text(json.dumps(status) + "\n", "utf-8")
-            os.replace(beside, path)
-        except OSError as error:
-            failures.append(explained(error))
+            write_whole(path, json.dumps(status) + "\n", refuse=ConfigError)
+        except ConfigError as error:
+            failures.append(error)
             if len(failures) == 1:
-                tell(f"the status file {path} can't be written: {failures[0]}")
+                tell(f"the status file {path}: {error}")
 
     def run() -> None:
         while not is_over.is_set():

@@ -207,9 +207,8 @@ class Signals(Protocol):
 
 
 class Serving:
-    """Waits for what ends a server. Used by the thread that opened the service: where that has no
-    thread of its own, its steps run here. ``reload`` reads the keys again, ``tell`` shows a line.
-    """
+    """Waits for what ends a server, in the thread that opened the service. ``reload`` reads the
+    keys again, ``tell`` shows a line."""
 
     def __init__(
         self,

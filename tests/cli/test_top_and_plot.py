@@ -56,7 +56,7 @@ def test_the_status_file_says_how_a_run_ended(
     assert main(["top", str(run / "status.json")]) == 0
     told = capsys.readouterr().out
     assert "fastdecode generate" in told and "6/6, 0 failed, ETA 0:00:00" in told
-    assert [path.name for path in run.glob("*.new")] == [], "nothing is left half written"
+    assert [path.name for path in run.glob("*.part")] == [], "nothing is left half written"
 
 
 def test_a_view_tells_rates_and_shares_of_the_last_minute() -> None:

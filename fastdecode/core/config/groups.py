@@ -195,7 +195,6 @@ class Batching:
         "may be suspended and recomputed; default: reserve for max_tokens",
         low=1e-6,
         high=1.0,
-        unit="all lengths",
         metavar="Q",
     )
     expected_output_tokens: int | None = option(

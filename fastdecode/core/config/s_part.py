@@ -82,7 +82,6 @@ class SPart:
         "share of a GPU's memory that may be in use, other processes included",
         low=0.01,
         high=1.0,
-        unit="all memory",
         metavar="F",
     )
     max_model_len: int | None = option(

@@ -19,6 +19,7 @@ from fastdecode.measure.serving import KEY_VARIABLE, TIMEOUT_S
 from fastdecode.measure.serving.load import Planned
 
 _MAX_MODELS_BYTES = 8 << 20
+_MALFORMED = ValueError, LookupError, TypeError, AttributeError, RecursionError, aiohttp.ClientError
 _MODELS_WITHIN_S = 30.0
 _MOST_OF_AN_ERROR = 64 << 10
 _LINE_BYTES = 1 << 24
@@ -102,7 +103,7 @@ class Endpoint:
             raise ConfigError(
                 f"--base-url: nothing answers at {place}: {explained(error)}"
             ) from None
-        except (ValueError, LookupError, TypeError, aiohttp.ClientError):
+        except _MALFORMED:
             why = "its answer is not a list of models. Is this a server of OpenAI's API?"
         if named is not None:
             return named
@@ -160,7 +161,7 @@ class Endpoint:
             record.error = "cut off"
         except OSError as error:
             record.error, record.message = type(error).__name__, explained(error)
-        except (ValueError, LookupError, TypeError, AttributeError, aiohttp.ClientError) as error:
+        except _MALFORMED as error:
             record.error, record.message = "malformed", shown(f"{type(error).__name__}: {error}")
         if record.error is None and not record.chunk_s:
             record.error = "empty"
