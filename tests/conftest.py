@@ -38,16 +38,14 @@ hear_interrupts()
 if not TRIES_ALL:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
-# Tests start more than a hundred processes of the same modules: where bytecode isn't kept, each
-# compiles all of them anew, which is a fifth of the time that a job takes to start.
+# Tests start a hundred processes, and to compile modules takes a fifth of a job's start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # As ``fastdecode`` has it: collecting tests and compiling kernels make hardly any garbage.
 gc.set_threshold(10_000)
 
 
-# They take longest, and begin first, so that none of them is left for the end: some wait for jobs
-# of several processes while others compile kernels and run engines.
+# They take longest and begin first: some wait for jobs while others compile kernels.
 LONGEST = (
     "mpi/test_placement_mpi.py",
     "mpi/test_generate_mpi.py",
@@ -64,23 +62,7 @@ LONGEST = (
     "cli/test_launch.py",
     "engine/test_independence.py",
     "instances/test_stranded.py",
-    "cpu_kernels/test_amx.py",
-    "integration/test_examples.py",
-    "mpi/test_joining.py",
-    "cost_model/test_goodput_search.py",
-    "instances/test_replanning.py",
-    "engine/test_split.py",
-    "cli/test_doctor.py",
-    "server/test_serve_over_mpi_and_zmq.py",
-    "server/test_openai_client.py",
-    "engine/test_recorded_device.py",
-    "server/test_conversations.py",
     "engine/test_simulated_faults.py",
-    "cost_model/test_replanning.py",
-    "sworker/sampler/test_sampler.py",
-    "server/test_command_line.py",
-    "cli/test_run_batch.py",
-    "mpi/test_hosts.py",
 )
 
 
@@ -92,8 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Modules and tests are there to the end: no collection visits them again.
-    Each engine's set-up did, which took half of its time."""
+    """Keep modules and tests out of collections, which took half of each engine's set-up."""
     gc.collect()
     gc.freeze()
 

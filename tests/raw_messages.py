@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import structs, to_builtins
+from msgspec import to_builtins
 
 from fastdecode.core.errors import FastDecodeError
-from fastdecode.wire.instances import StatusReport
 from fastdecode.wire.traits import Message
 
 
@@ -23,15 +22,6 @@ class RawDeltas(Message, frozen=True, tag=194):
     deltas: Any
 
     is_long = True
-
-
-class RawReport(StatusReport, frozen=True, tag=195):
-    pass
-
-
-def raw_report(report: StatusReport, figures: Any) -> RawReport:
-    """Return the same report with other figures."""
-    return RawReport(**{**structs.asdict(report), "figures": figures})
 
 
 def said(message: Any) -> Any:

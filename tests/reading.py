@@ -27,8 +27,7 @@ LAYERS_BEFORE_LOSS = 40
 
 
 class Entered:
-    """Calls of the product's functions in every thread: their order in the whole run, and
-    their number in the recorded part."""
+    """Calls of the product's functions in all threads: their order, and their number in a step."""
 
     def __init__(self) -> None:
         self.calls: Counter[CodeType] = Counter()  # while the watched step ran
@@ -49,8 +48,7 @@ class Entered:
             self.calls[code] += 1
 
     def first_call(self, file: str, function: str, *, in_step: bool) -> int:
-        """When a function was entered first, as a place in the order of all: in
-        the run, or in the watched step."""
+        """Return a function's place in the order of first calls, in the run or in the step."""
         order = self._order_in_step if in_step else self._order
         assert (file, function) in order, f"{function} of {file} was not entered"
         return order[file, function]

@@ -98,9 +98,9 @@ def test_a_loss_in_the_middle_of_a_prompt_changes_nothing(
 
 def test_a_prefill_instance_that_is_lost_changes_nothing(model: Path) -> None:
     with LLM(str(model), **{**OPTIONS, **WAYS["instances"]}) as llm:
-        prefill = min(psutil.Process().children(), key=lambda child: child.create_time())
-        prefill.kill()
+        min(psutil.Process().children(), key=lambda child: child.create_time()).kill()
         _check(_ask(llm), model)
+        assert [each.broken is not None for each in llm._running.engine.clients] == [True, False]
 
 
 def test_a_conversations_turn_has_none(model: Path) -> None:

@@ -30,10 +30,3 @@ def test_reading_path_follows_a_token(entered: Entered) -> None:
     for number, listed in enumerate(sections):
         first = [entered.first_call(*row, in_step=number > 1) for row in listed]
         assert first == sorted(first), listed
-
-
-def test_listed_messages_exist() -> None:
-    from fastdecode.wire import messages
-
-    for name in re.findall(r"`(\w+)`", PATH.split("The messages between")[1].split(" in\n")[0]):
-        assert name in messages.__dict__

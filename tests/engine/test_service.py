@@ -338,7 +338,7 @@ def test_a_snapshot_waits_for_no_step_and_a_slow_reader_keeps_none_waiting() -> 
     engine, reader = Counting(before_step=wait), DeltaQueue()
     service = EngineService(lambda: engine)
     service.open()
-    assert service.snapshot().engine.step_age_s() is None
+    assert service.snapshot().engine.stepped_s is None
     service.submit([request("a", 100)], reader)
     assert in_step.acquire(timeout=PATIENCE_S)
     now = service.snapshot()  # in the middle of the first step
@@ -348,7 +348,7 @@ def test_a_snapshot_waits_for_no_step_and_a_slow_reader_keeps_none_waiting() -> 
         assert in_step.acquire(timeout=PATIENCE_S)
     now = service.snapshot()
     assert (now.engine.num_steps, now.engine.num_running, now.engine.num_waiting) == (99, 1, 0)
-    assert now.engine.step_age_s() is not None
+    assert now.engine.stepped_s is not None
     (unread,) = reader.take(0)
     assert unread.token_ids == tuple(range(99))
     go_on.release()
