@@ -34,7 +34,7 @@ class RWorker:
         return self.listener.address
 
     def has_nothing(self) -> bool | None:
-        has_buffers = any(x.pool.num_bytes for x in self.listener.connections)
+        has_buffers = any(x._codec.pool.num_bytes for x in self.listener.connections)
         is_connected = any(x.readable for x in self.neighbours.made)
         return not (has_buffers or is_connected or list(self.state._caches)) or None
 
