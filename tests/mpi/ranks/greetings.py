@@ -85,9 +85,9 @@ for turn in range(ROUNDS):
         assert (answer_of(line).data == turn + i).all()
     line.close()
 assert look_until_found(lambda: serve() or num_answered > ROUNDS * AHEAD or None, WAIT_S)
-assert len(hub.connections) < ROUNDS, "places are used again"
 neighbours.open(f"rank {other}").send(Close(1))  # no greeting, which is dropped
-if job.rank == 1:
+if job.rank == 1:  # the other rank opens no more, where this one may be ahead
+    assert len(hub.connections) <= 1 + AHEAD, "places are used again"
     lines = [ask(number) for number in range(MOST)]
     assert all(isinstance(answer_of(line), BlockData) for line in lines)
     refused = answer_of(ask(MOST))
