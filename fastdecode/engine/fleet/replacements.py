@@ -286,7 +286,7 @@ class SpareHub:
         self._clock = clock
         self._num_workers = len(addresses)
         num_places = self._num_workers - num_spares
-        self._connections: list[Any] = list(hub.connections[:num_places])
+        self._placed: list[Any] = list(hub.connections[:num_places])
         self._indices = list(range(num_places))  # in the whole hub, by places
         self.addresses = list(addresses[:num_places])
         """What R-workers call each other, by their places."""
@@ -299,8 +299,7 @@ class SpareHub:
     @property
     def connections(self) -> Sequence[Any]:
         """Connections to the R-workers in their places, followed by connections to other peers."""
-        self._connections += self.whole.connections[len(self._connections) + len(self._spares) :]
-        return self._connections
+        return [*self._placed, *self.whole.connections[self._num_workers :]]
 
     @property
     def num_left(self) -> int:
@@ -341,7 +340,7 @@ class SpareHub:
         return spare
 
     def replace(self, index: int, connection: Any) -> None:
-        self._connections[index] = connection
+        self._placed[index] = connection
         self._indices[index] = next(i for i, x in self._spares.items() if x is connection)
 
     def given_up(self, lost: Collection[int]) -> set[int]:

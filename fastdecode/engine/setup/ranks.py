@@ -141,7 +141,8 @@ def _meeting_place(job: MpiJob, members: range) -> Iterator[Path]:
     leader, tp = members[0], len(members)
     leads = job.rank == leader
     hub: MpiHub[Meeting, Meeting] = MpiHub(job, frozenset({Meeting}))
-    with contextlib.closing(hub), tempfile.TemporaryDirectory(prefix="fastdecode-") as directory:
+    fresh = tempfile.TemporaryDirectory(prefix="fastdecode-") if leads else contextlib.nullcontext()
+    with contextlib.closing(hub), fresh as directory:
         for rank in members[1:] if leads else (leader,):
             hub.connect(rank, f"rank {rank}", line=MEETING_LINE)
         try:
