@@ -33,7 +33,7 @@ from provenance import provenance
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire.messages import PROTOCOL_VERSION, Attend, AttendResult, Hello, Shutdown
+from fastdecode.wire.messages import Attend, AttendResult, Hello, Shutdown
 from fastdecode.wire.waiting import look_until_found
 
 SIZES = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
@@ -44,7 +44,7 @@ TRIPS = 25
 HEAD_DIM = 64
 TIMEOUT_S = 60.0
 KV, ATTENTION = KVSpec(1, 8, 64, DType.FLOAT16), AttentionSpec(8, 8, 64, 1)
-HELLO = Hello(PROTOCOL_VERSION, "-", KV, (ATTENTION,), DType.FLOAT16)
+HELLO = Hello("-", KV, (ATTENTION,), DType.FLOAT16)
 ROOT = Path(__file__).parents[1]
 
 MPIRUN = "--with-ft ulfm --oversubscribe --bind-to none --mca pml ob1 --mca btl"

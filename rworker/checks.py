@@ -7,22 +7,11 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.wire.blocks import keys_of
-from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
-
-
-def check_version(version: int, peer: str) -> None:
-    """Raise ProtocolError if a peer speaks another version."""
-    if version != PROTOCOL_VERSION:
-        raise ProtocolError(
-            f"the {peer} speaks protocol version {version}, this R-worker {PROTOCOL_VERSION}: "
-            "install the same version of fastdecode on both",
-            code="protocol_version",
-        )
+from fastdecode.wire.messages import Hello
 
 
 def check_hello(hello: Hello) -> None:
-    """Raise ProtocolError if a greeting is of another version, or contradicts itself."""
-    check_version(hello.protocol_version, "S-worker")
+    """Raise ProtocolError if a greeting contradicts itself."""
     kv = hello.kv
     if len(hello.attention) != kv.num_layers:
         raise ProtocolError(f"{len(hello.attention)} attention specs for {kv.num_layers} layers")

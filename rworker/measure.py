@@ -27,7 +27,6 @@ from fastdecode.core.host.machine import this_machine
 from fastdecode.core.measurement import DecodePoint, RProfile, Timing
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.messages import (
-    PROTOCOL_VERSION,
     Activations,
     Attend,
     AttendResult,
@@ -240,7 +239,7 @@ class _Worker:
         self._drawn = _random_rows(DRAWN_TOKENS, self._spec, activation_dtype, seed=index)
         self._lengths: NDArray[np.int32] = np.zeros(0, np.int32)
         self._num_steps = 0
-        self._obey(Hello(PROTOCOL_VERSION, "measured", kv, tuple(attention), activation_dtype))
+        self._obey(Hello("measured", kv, tuple(attention), activation_dtype))
 
     def fill(self, num_sequences: int, num_tokens: int, num_reserved: int) -> None:
         """Open sequences and append ``num_tokens`` to each, ``APPEND_TOKENS`` at a time in all."""

@@ -55,7 +55,7 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.traits import ANYBODY, OWNERS, THE_ONLY, Role
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES
 from rworker.caches import NOBODY, Caches, HolderCache
-from rworker.checks import check_hello, check_version, checked_keys
+from rworker.checks import check_hello, checked_keys
 from rworker.instructions import (
     OVER,
     RESTORER,
@@ -369,7 +369,6 @@ def _read_blocks(
     Raises:
         ProtocolError: If the reader's cache is of another kind, or the message asks for too much.
     """
-    check_version(message.protocol_version, "reader")
     right = message.reading.to_bytes(8, "big")
     keys = checked_keys(message.keys)
     for cache in caches:

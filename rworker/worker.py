@@ -18,7 +18,6 @@ from fastdecode.core.host.facts import this_host
 from fastdecode.wire.blocks import BlockData, Inventory
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import (
-    PROTOCOL_VERSION,
     AttendResult,
     Failed,
     FromRWorker,
@@ -197,7 +196,7 @@ class RWorker:
         match instruction:
             case TellAboutHost(to, num_threads, kv_bytes, model_hash):
                 offered = num_threads, kv_bytes, model_hash
-                report = Report(self.state.name, PROTOCOL_VERSION, this_host(), *offered)
+                report = Report(self.state.name, this_host(), *offered)
                 self._send(to, report)
             case PlaceChunk():
                 executor.place(instruction)

@@ -16,7 +16,6 @@ from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.blocks import ChunkForm
 from fastdecode.wire.messages import (
-    PROTOCOL_VERSION,
     Accepted,
     Attend,
     AttendResult,
@@ -44,7 +43,7 @@ READING = 77
 def hello_for(kv: KVSpec) -> Hello:
     spec = AttentionSpec(2 * kv.num_kv_heads, kv.num_kv_heads, kv.head_dim, 0.3)
     specs = (spec,) * kv.num_layers
-    return Hello(PROTOCOL_VERSION, "a model", kv, specs, DType.FLOAT32, reading=READING)
+    return Hello("a model", kv, specs, DType.FLOAT32, reading=READING)
 
 
 def random_rows(kv: KVSpec, length: int, seed: int) -> NDArray[np.float32]:

@@ -10,7 +10,6 @@ from values import replace
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.messages import (
-    PROTOCOL_VERSION,
     Accepted,
     Attend,
     AttendResult,
@@ -56,7 +55,6 @@ def rounded(x: np.ndarray, dtype: DType) -> np.ndarray:
 
 def hello(kv_dtype: DType, activation_dtype: DType = DType.FLOAT32) -> Hello:
     return Hello(
-        PROTOCOL_VERSION,
         "hash",
         KVSpec(len(LAYERS), HKV, D, kv_dtype, BLOCK_SIZE),
         LAYERS,

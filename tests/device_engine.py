@@ -44,7 +44,7 @@ from fastdecode.schedule.reserving.starts import OwnHolders
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.grammars import GrammarMasks
-from fastdecode.wire.messages import PROTOCOL_VERSION, Attend, AttendResult, Hello, ToRWorker
+from fastdecode.wire.messages import Attend, AttendResult, Hello, ToRWorker
 from sworker.device import Gpu
 from sworker.graphs import StepGraphs
 from sworker.load.weights import load_model
@@ -115,7 +115,7 @@ def _running(
         beside = DeviceWorker(TorchExecutor(CPU, gpu, kernels), device_blocks * kv.block_bytes)
     make = WorkerPool if beside is None else MixedPool
     fleet = make(reached.hub, timeout_s=60.0, device=beside)
-    hello = Hello(PROTOCOL_VERSION, "late", *kept, DType.FLOAT32)
+    hello = Hello("late", *kept, DType.FLOAT32)
     welcomes = greet(fleet, hello)
     blocks = tuple(welcomes[holder].num_blocks for holder in sorted(welcomes))
     graphs = None

@@ -16,7 +16,6 @@ from fastdecode.wire import blocks
 from fastdecode.wire.codec import Codec
 from fastdecode.wire.instances import InstanceWelcome
 from fastdecode.wire.messages import (
-    PROTOCOL_VERSION,
     Accepted,
     Attend,
     AttendResult,
@@ -97,7 +96,7 @@ def to_r_worker() -> list[ToRWorker]:
     )
     counts = [np.arange(5, dtype=np.int32) + i for i in range(4)]
     pieces = np.arange(3), counts[0][:3], counts[1][:3]
-    hello = Hello(PROTOCOL_VERSION, "a hash", kv, layers, DType.FLOAT16)
+    hello = Hello("a hash", kv, layers, DType.FLOAT16)
     data = np.arange(20_000, dtype=np.int64).astype(np.uint8)
     source = blocks.KVSource("rank 3", 1 << 62, 0, 100, 2, 2, 0, 4, is_held=True)
     share, one = (kv, blocks.ChunkForm.BLOCKS, 0, 2, 1, 2), np.ones(1, np.int32)
@@ -133,7 +132,7 @@ def to_r_worker() -> list[ToRWorker]:
         blocks.Fetch(2, np.arange(4).reshape(2, 2)),
         blocks.Forget(np.arange(4).reshape(2, 2), is_below=True),
         blocks.Fetch(5, np.arange(4).reshape(2, 2), (source, source), 7, 60.0, 1e9, 2),
-        blocks.ReadBlocks(PROTOCOL_VERSION, 9, "a hash", *share, np.ones((1, 2), np.int64), one),
+        blocks.ReadBlocks(9, "a hash", *share, np.ones((1, 2), np.int64), one),
         Inspect(),
         Shutdown(),
     ]
@@ -142,7 +141,7 @@ def to_r_worker() -> list[ToRWorker]:
 def from_r_worker() -> list[FromRWorker]:
     return [
         Welcome("a worker", 100, 32, 4, is_resumed=True),
-        Report("a worker", 1, HOST, 2, 100, ""),
+        Report("a worker", HOST, 2, 100, ""),
         Accepted(1),
         Refused(2, "out_of_capacity", "no room: é"),
         answer(attend(2)),
@@ -162,9 +161,7 @@ def from_r_worker() -> list[FromRWorker]:
     ]
 
 
-STAGE_HELLO = StageHello(
-    PROTOCOL_VERSION, "a hash", 1, 2, 4, 10, 12, 64, 16, DType.BFLOAT16, DType.INT8
-)
+STAGE_HELLO = StageHello("a hash", 1, 2, 4, 10, 12, 64, 16, DType.BFLOAT16, DType.INT8)
 STAGE_WELCOME = StageWelcome(1, (100, 0), 1 << 62, ("s1-r0", "é"), np.eye(7, dtype=np.int32))
 _SIZES = 4096, 1 << 16, 16, 64, 512, 2, 8
 INSTANCE_WELCOME = InstanceWelcome(

@@ -42,7 +42,7 @@ from fastdecode.schedule.modes import make_scheduler
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.grammars import GrammarMasks
 from fastdecode.wire.inproc import InprocHub
-from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker
+from fastdecode.wire.messages import FromRWorker, Hello, ToRWorker
 from rworker.worker import start_worker_thread
 from sworker.buffers import Fetched
 from sworker.sampling.sampler import SampledToken
@@ -55,7 +55,7 @@ KV = KVSpec(NUM_LAYERS, 1, 16, DType.FLOAT32, BLOCK_SIZE)
 NUM_HEADS = 4  # of those that share out heads
 HEADS_SPEC = AttentionSpec(NUM_HEADS, NUM_HEADS, 16, 1.0)
 HEADS_KV = replace(KV, num_kv_heads=NUM_HEADS)
-HELLO = Hello(PROTOCOL_VERSION, "scripted", KV, (SPEC,) * NUM_LAYERS, DType.FLOAT32)
+HELLO = Hello("scripted", KV, (SPEC,) * NUM_LAYERS, DType.FLOAT32)
 HEADS_HELLO = replace(HELLO, kv=HEADS_KV, attention=(HEADS_SPEC,) * NUM_LAYERS)
 
 

@@ -13,7 +13,7 @@ from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.blocks import ChunkForm, StoreChunk
 from fastdecode.wire.codec import Codec
-from fastdecode.wire.messages import PROTOCOL_VERSION, Attend, BeginStep, Failed, Hello, Message
+from fastdecode.wire.messages import Attend, BeginStep, Failed, Hello, Message
 from rworker.instructions import Compute, HangUp, Instruction, Send
 from rworker.state import RWorkerState
 from rworker.stream.chunks import ChunkShape
@@ -28,7 +28,7 @@ SPEC = AttentionSpec(num_q_heads=HQ, num_kv_heads=HKV, head_dim=D, scale=0.25)
 KV = KVSpec(NUM_LAYERS, HKV, D, DType.FLOAT32, BLOCK_SIZE)
 
 
-HELLO = Hello(PROTOCOL_VERSION, "hash", KV, (SPEC,) * NUM_LAYERS, DType.FLOAT32)
+HELLO = Hello("hash", KV, (SPEC,) * NUM_LAYERS, DType.FLOAT32)
 
 
 KV_BYTES = 200_000

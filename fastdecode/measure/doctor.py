@@ -28,7 +28,7 @@ from fastdecode.measure.link import (
     expect,
     measure_link,
 )
-from fastdecode.wire.messages import PROTOCOL_VERSION, Inspect, Report
+from fastdecode.wire.messages import Inspect, Report
 from fastdecode.wire.zmq.hub import io_threads_for
 from rworker.binding import parse_cpu_list
 
@@ -223,10 +223,7 @@ def _versions(here: HostFacts, reports: Sequence[Report]) -> Iterator[Finding]:
     mend = "install the same version of fastdecode everywhere"
     for report in reports:
         ours, theirs = here.version("fastdecode"), report.host.version("fastdecode")
-        if report.protocol_version != PROTOCOL_VERSION:
-            text = f"{report.worker} speaks protocol version {report.protocol_version}, we speak "
-            yield fail("versions", f"{text}{PROTOCOL_VERSION}", mend)
-        elif ours != theirs:
+        if ours != theirs:
             text = f"{report.worker} runs fastdecode {theirs}, we run {ours}"
             yield warn("versions", text, mend)
         for package in ("numpy", "numba", "mpi4py", "pyzmq"):

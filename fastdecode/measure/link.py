@@ -30,7 +30,6 @@ from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.blocks import NO_STEP, DropCache, Dropped, Replicate, Replicated
 from fastdecode.wire.messages import (
     MAX_ID,
-    PROTOCOL_VERSION,
     Accepted,
     Attend,
     AttendResult,
@@ -86,7 +85,7 @@ def measure_link(
         WorkerError: If the R-worker refused, failed, or didn't answer in time.
     """
     few = replace(kv, num_layers=NUM_LAYERS)
-    hello = Hello(PROTOCOL_VERSION, "measured", few, (attention,) * NUM_LAYERS, activation_dtype)
+    hello = Hello("measured", few, (attention,) * NUM_LAYERS, activation_dtype)
     connection.send(hello)
     expect(connection.receive(TIMEOUT_S), Welcome)
     transfer = []
@@ -251,7 +250,7 @@ class _Member:
 
     def _open(self, holder: int, max_blocks: int) -> None:
         specs = (AttentionSpec(KV.num_kv_heads, KV.num_kv_heads, KV.head_dim, 0.1),) * KV.num_layers
-        own = Hello(PROTOCOL_VERSION, "streamed", KV, specs, KV.dtype, holder=holder)
+        own = Hello("streamed", KV, specs, KV.dtype, holder=holder)
         self._ask(structs.replace(own, session=self._session, max_blocks=max_blocks), Welcome)
 
     def _append(self, sequence: int, num_tokens: int) -> None:

@@ -70,7 +70,7 @@ of ``blocks``, a last block that is not full as ``tokens``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from enum import Enum
 from hashlib import blake2b
 from typing import Annotated, Any, Final, TypeAlias
@@ -78,7 +78,6 @@ from typing import Annotated, Any, Final, TypeAlias
 import numpy as np
 from msgspec import Meta, field
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import KVSource as KVSource
@@ -111,6 +110,7 @@ from fastdecode.wire.traits import (
     Tokens,
     Wait,
     Worded,
+    check_rows,
 )
 
 MAX_CHUNK_BYTES: Final = 4 << 20
@@ -146,13 +146,6 @@ def keys_of(words: Keys) -> list[bytes]:
 
 
 # Layers, and blocks of sequences.
-
-
-def check_rows(first: Sized, **others: NDArray[Any] | None) -> None:
-    """Raise ProtocolError unless each array has as many rows as ``first``."""
-    for name, array in others.items():
-        if array is not None and len(array) != len(first):
-            raise ProtocolError(f"{name} has {len(array)} rows, where {len(first)} belong")
 
 
 class AttendResult(Message, frozen=True, tag=68, eq=False):
@@ -460,7 +453,6 @@ class BlockData(Message, frozen=True, tag=119, eq=False):
 
 
 class ReadBlocks(Asking, frozen=True, tag=59, eq=False):
-    protocol_version: Count
     reading: Count
     model_hash: Text
     kv: KVSpec

@@ -1,41 +1,34 @@
 """Messages to bytes and back: msgpack for fields, raw bytes for arrays.
 
-A message travels as a **head** and a **body**::
+A message travels as a **head** and a **body**, all of it little-endian::
 
-    head   | prefix 16 | msgpack: [tag, field, field, ...] |
-    prefix | magic 3s, version u8 | bytes of msgpack u32 | bytes of the body u64 |
+    head   | magic 3s, version u8, bytes of msgpack u32, of the body u64 | [tag, field, ...] |
     body   | array | pad to 64 | array | pad to 64 | ... | array |
 
-Everything is little-endian. In msgpack an array is its **header**, bytes: dtype u8, number of dims
-u8, dims u32 each. In one piece, the body starts at the first multiple of 64 behind the head. A body
-of its own may come in parts: one begins with an array, or continues one that began a part.
-
-The codec refuses what a peer sent with ``ProtocolError``, before any state is touched, unless all
-of this holds: magic, version, lengths; a tag that this side receives; every field within its type
-and bounds; every array's dtype and number of dims; arrays that fill the body. Elements of arrays
-are left to the network's own checksums.
+In msgpack an array is its **header**, bytes: dtype u8, number of dims u8, dims u32 each. In one
+piece, the body starts at the first multiple of 64 behind the head. In parts, each begins with an
+array, or continues one that began a part. All of it is checked, but the elements of arrays.
 """
 
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from math import prod
-from struct import Struct as Packer
-from typing import Any, Final, Literal, TypeAlias, Union, get_args
+from typing import Any, Final, TypeAlias, Union, get_args
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.core import errors
 from fastdecode.core.errors import FastDecodeError, ProtocolError
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.instances import InstanceSays, ToInstance
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, ToRWorker
 from fastdecode.wire.stages import FromStage, StageMessage
-from fastdecode.wire.traits import Long, Message
+from fastdecode.wire.traits import Long, Message, error_fields, error_of
 
 Array: TypeAlias = NDArray[Any]
 
@@ -45,17 +38,13 @@ MAX_BODY_BYTES: Final = 1 << 30
 _LONG_BYTES: Final = 1 << 16
 NAME: Final = b"FDN"  # first bytes of a message of any version
 _MAGIC: Final = NAME + bytes([PROTOCOL_VERSION])
-_PREFIX: Final = Packer("<4sIQ")
+_PREFIX: Final = struct.Struct("<4sIQ")
 _DTYPES: Final = [np.dtype(name) for name in ("<f4", "<u2", "<i4", "<i8", "u1")]
-_ERRORS: Final = ("RequestError", "CapacityError", "WorkerError", "ConfigError", "FastDecodeError")
-"""Errors as they travel: a subclass becomes the closest of these."""
-KINDS: Final[dict[int, type[Message]]] = {
+KINDS: Final[dict[int, type[Message]]] = {  # all of the protocol
     kind.__struct_config__.tag: kind
     for union in (ToRWorker, FromRWorker, StageMessage, FromStage, ToInstance, InstanceSays)
     for kind in get_args(union)
 }
-"""All messages of the protocol, by their numbers."""
-_PADDING: Final = bytes(ALIGNMENT)
 NOTHING: Final[Array] = np.zeros(0, np.uint8)
 
 
@@ -68,30 +57,25 @@ def read_prefix(data: bytes | memoryview) -> tuple[int, int]:
     """Return the bytes of the head, prefix included, and of the body. Raises ProtocolError: If no
     message begins here, or one of another version (``protocol_version``), or one too large."""
     is_short = len(data) < _PREFIX.size
-    magic, fields_bytes, body_bytes = (b"", 0, 0) if is_short else _PREFIX.unpack_from(data)
+    magic, fields, body = (bytes(data[:3]), 0, 0) if is_short else _PREFIX.unpack_from(data)
     if magic != _MAGIC:
-        if magic[:3] == NAME:
+        if magic[:3] == NAME and not is_short:
             raise ProtocolError(
                 f"the peer speaks protocol version {magic[3]}, this side {PROTOCOL_VERSION}: "
                 "install the same FastDecode on every host",
                 code="protocol_version",
             )
-        start = bytes(data[:4])
-        raise ProtocolError(f"{start!r} begins no message: is another program using this port?")
-    head_bytes = _PREFIX.size + fields_bytes
-    if head_bytes > MAX_HEAD_BYTES or body_bytes > MAX_BODY_BYTES:
-        raise ProtocolError(
-            f"a head of {head_bytes} bytes and a body of {body_bytes}, where {MAX_HEAD_BYTES} and "
-            f"{MAX_BODY_BYTES} are allowed"
-        )
-    return head_bytes, body_bytes
+        raise ProtocolError(f"{magic!r} begins no message: is another program using this port?")
+    head = _PREFIX.size + fields
+    if head > MAX_HEAD_BYTES or body > MAX_BODY_BYTES:
+        raise ProtocolError(f"{head} + {body} bytes exceed {MAX_HEAD_BYTES} + {MAX_BODY_BYTES}")
+    return head, body
 
 
 def kind_of(head: memoryview, start: int = _PREFIX.size) -> type[Message] | None:
     """Return the kind of the message whose fields start here, without reading them."""
-    # msgpack: an array of up to 15 items, or of more; then the tag, up to 127 or above.
     words = bytes(head[start : start + 5])
-    at = 3 if words[:1] == b"\xdc" else 1
+    at = 3 if words[:1] == b"\xdc" else 1  # msgpack: DC begins an array of more than 15, CC a u8
     tag = words[at + 1 : at + 2] if words[at : at + 1] == b"\xcc" else words[at : at + 1]
     return KINDS.get(tag[0]) if tag else None
 
@@ -110,12 +94,9 @@ class Frame(msgspec.Struct, frozen=True, eq=False):
         parts: list[Any] = [self.head]
         at = len(self.head)
         for array in self.arrays:
-            parts += _PADDING[: -at % ALIGNMENT], array
+            parts += bytes(-at % ALIGNMENT), array if array.flags.c_contiguous else bytes(array)
             at = array.nbytes
-        try:
-            return b"".join(parts)
-        except TypeError:  # an array isn't contiguous, and a check takes time
-            return b"".join(map(bytes, parts))
+        return b"".join(parts)
 
     def write_body(self, out: memoryview, at: int = 0) -> None:
         """Copy the arrays into bytes [body_bytes] from ``at`` on. Padding stays as it was."""
@@ -124,23 +105,20 @@ class Frame(msgspec.Struct, frozen=True, eq=False):
             at = aligned(at + array.nbytes)
 
 
-# A peer chooses dims, so that both caches are bounded.
-
-
-@lru_cache(1024)
+@lru_cache(1024)  # bounded, as a peer chooses dims
 def _header_of(dtype: np.dtype[Any], dims: tuple[int, ...]) -> bytes:
     if dtype not in _DTYPES or max(dims) >= 1 << 32:
         raise ValueError(f"an array of {dtype} {list(dims)}")
-    return Packer(f"<BB{len(dims)}I").pack(_DTYPES.index(dtype), len(dims), *dims)
+    return struct.Struct(f"<BB{len(dims)}I").pack(_DTYPES.index(dtype), len(dims), *dims)
 
 
 @lru_cache(1024)
 def _parsed(header: bytes) -> tuple[tuple[int, ...], np.dtype[Any], int, list[Any]]:
     """Return dims, dtype, bytes, and room for the types of fields that were found to fit."""
-    code, num_dims = header[:2] if type(header) is bytes and len(header) > 1 else (255, 0)
-    if code >= len(_DTYPES) or len(header) != 2 + 4 * num_dims:
-        raise ValueError("the header of an array is damaged")
-    dtype, dims = _DTYPES[code], Packer(f"<{num_dims}I").unpack_from(header, 2)
+    try:
+        dtype, dims = _DTYPES[header[0]], struct.Struct(f"<{header[1]}I").unpack(header[2:])
+    except (IndexError, TypeError, struct.error):
+        raise ValueError("the header of an array is damaged") from None
     # An array without elements, too: NumPy refuses it for its other dims.
     if prod([size or 1 for size in dims], start=dtype.itemsize) > MAX_BODY_BYTES:
         raise ValueError(f"an array of {dtype} {list(dims)} exceeds {MAX_BODY_BYTES} bytes")
@@ -153,10 +131,8 @@ def _check_type(hint: Any, dtype: np.dtype[Any], dims: tuple[int, ...]) -> None:
     kinds = [np.dtype(scalar) for scalar in get_args(element[0]) or element]
     fits = [size in (get_args(dim) or (size,)) for dim, size in zip(shape, dims, strict=False)]
     if dtype not in kinds or len(shape) != len(dims) or not all(fits):
-        names = " or ".join(map(str, kinds))
-        raise ValueError(
-            f"an array of {dtype} {list(dims)} stands where {names} of {len(shape)} dims belongs"
-        )
+        wanted = f"{' or '.join(map(str, kinds))} of {len(shape)} dims"
+        raise ValueError(f"an array of {dtype} {list(dims)} stands where {wanted} belongs")
 
 
 class Codec:
@@ -198,16 +174,12 @@ class Codec:
         these. Raises ProtocolError: If this side does not receive such a message."""
         view = memoryview(head)
         head_bytes, body_bytes = read_prefix(view)
-        self._parts = iter(parts)
-        self._body, self._at, self._end = head, aligned(head_bytes), len(view)
-        if parts or not body_bytes or self._end != self._at + body_bytes:
-            self._body = next(self._parts, NOTHING)
-            self._at, self._end = 0, len(self._body)
-            if len(view) != head_bytes:
-                raise ProtocolError(
-                    f"{len(view)} bytes came, where a head of {head_bytes} and a body of "
-                    f"{body_bytes} were announced"
-                )
+        start = end = head_bytes
+        if body_bytes and not parts:  # in one piece
+            start, end = aligned(head_bytes), aligned(head_bytes) + body_bytes
+        if len(view) != end:
+            raise ProtocolError(f"{len(view)} bytes came, where {end} were announced")
+        self._body, self._at, self._end, self._parts = head, start, end, iter(parts)
         fields = view[_PREFIX.size : head_bytes]
         try:
             message: Message = self._decode(fields)
@@ -232,25 +204,18 @@ class Codec:
 
     def _encode_value(self, value: Any) -> Any:
         """Return what stands for an array or an error in msgpack; msgspec's hook."""
-        try:
-            dims: tuple[int, ...] = value.shape
-        except AttributeError:
-            if not isinstance(value, FastDecodeError):
-                raise TypeError(f"{type(value).__name__} has no place in a message") from None
-            kind = next(x.__name__ for x in type(value).__mro__ if x.__name__ in _ERRORS)
-            # UTF-8 has no lone surrogates, which a client's text may have.
-            return kind, value.message.encode("utf-8", "replace").decode(), value.code
-        if not dims:
+        dims = getattr(value, "shape", None)
+        if dims:
+            self._arrays.append(value)
+            return _header_of(value.dtype, dims)
+        if dims is not None:
             return value.item()  # a number of NumPy's
-        self._arrays.append(value)
-        return _header_of(value.dtype, dims)
+        return error_fields(value)
 
     def _decode_value(self, hint: Any, value: Any) -> Any:
         """Return the next array of the body, or an error; msgspec's hook."""
         if hint is FastDecodeError:
-            fields: Any = tuple[Literal[_ERRORS], str, str]  # type: ignore[valid-type]
-            kind, message, code = msgspec.convert(value, fields)
-            return getattr(errors, kind)(message, code=code)
+            return error_of(value)
         dims, dtype, num_bytes, fits = _parsed(value)
         if hint not in fits:
             _check_type(hint, dtype, dims)
@@ -262,14 +227,12 @@ class Codec:
         return decoded if decoded.flags.aligned else decoded.copy()
 
     def _next_part(self, num_bytes: int) -> None:
-        """Read on in the next part of the body, which begins with an array of ``num_bytes``, or in
-        the parts that it fills, this one included if nothing of it is read."""
-        parts = [self._body] if self._end and not self._at else []
-        came = sum(map(len, parts))
+        """Read on in the body's next part, or in all parts that an array of ``num_bytes`` fills."""
+        parts, came = [], 0
         while came < num_bytes and (part := next(self._parts, None)) is not None:
             parts.append(part)
             came += len(part)
-        if 0 < self._at < self._end or came < num_bytes or (len(parts) > 1 and came > num_bytes):
+        if self._at < self._end or came < num_bytes or (len(parts) > 1 and came > num_bytes):
             raise ValueError("its arrays go beyond its body, or do not fit its parts")
         if len(parts) > 1:
             buffers = [np.frombuffer(part, np.uint8) for part in parts]

@@ -77,7 +77,6 @@ class InstanceWelcome(Worded, frozen=True, tag=193):
 
 
 class InstanceHello(Asking, frozen=True, tag=129):
-    protocol_version: Count
     model_hash: Text
 
     answers = (InstanceWelcome,)

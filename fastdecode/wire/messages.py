@@ -125,6 +125,7 @@ from fastdecode.wire.traits import (
     Role,
     Text,
     Worded,
+    check_rows,
     compare_versions,
 )
 from fastdecode.wire.traits import MAX_BLOCKS as MAX_BLOCKS
@@ -134,7 +135,7 @@ from fastdecode.wire.traits import MAX_LANES as MAX_LANES
 from fastdecode.wire.traits import Activations as Activations
 from fastdecode.wire.traits import Message as Message
 
-PROTOCOL_VERSION = 28
+PROTOCOL_VERSION = 29
 
 MAX_STEP_TOKENS = 1 << 23
 """Most tokens that a step of one lane appends on one R-worker, and most that it attends there.
@@ -161,7 +162,6 @@ class Welcome(Worded, frozen=True, tag=65):
 
 class Report(Worded, frozen=True, tag=70):
     worker: Text
-    protocol_version: Count
     host: HostFacts
     num_threads: Count
     kv_bytes: Count
@@ -177,7 +177,6 @@ class Failed(Worded, frozen=True, tag=69):
 
 
 class Hello(ForHolder, frozen=True, tag=1):
-    protocol_version: Count
     model_hash: Text
     kv: KVSpec
     attention: tuple[AttentionSpec, ...]
@@ -266,11 +265,10 @@ class BeginStep(ForHolder, frozen=True, tag=5, eq=False):
     said_by = S_WORKERS
 
     def __post_init__(self) -> None:
-        num_rows = len(self.sequence_ids)
-        for name in ("num_past", "num_new", "num_queries", "num_visible", "num_beyond"):
-            array = getattr(self, name)
-            if array is not None and len(array) != num_rows:
-                raise ProtocolError(f"{name} has {len(array)} rows, where {num_rows} belong")
+        check_rows(
+            self.sequence_ids, num_past=self.num_past, num_new=self.num_new,
+            num_queries=self.num_queries, num_visible=self.num_visible, num_beyond=self.num_beyond,
+        )  # fmt: skip
 
 
 class Attend(ForHolder, frozen=True, tag=6, eq=False):

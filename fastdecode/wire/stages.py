@@ -49,7 +49,7 @@ from msgspec import Meta
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.version import VERSION
-from fastdecode.wire.blocks import Done, Inventory, ReplicationNews, check_rows
+from fastdecode.wire.blocks import Done, Inventory, ReplicationNews
 from fastdecode.wire.traits import (
     F32,
     I32,
@@ -69,6 +69,7 @@ from fastdecode.wire.traits import (
     Seconds,
     Text,
     Worded,
+    check_rows,
     compare_versions,
 )
 
@@ -204,7 +205,6 @@ class PlaceColumn(Asking, frozen=True, tag=46):
 
 
 class StageHello(Asking, frozen=True, tag=44):
-    protocol_version: Count
     model_hash: Text
     stage: Holder
     """Number of the stage, counted from 0."""

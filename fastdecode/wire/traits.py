@@ -6,16 +6,24 @@ the members of a cache group.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, TypeAlias, TypeVar
 
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, convert
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from fastdecode.core.errors import ProtocolError
+from fastdecode.core.errors import (
+    CapacityError,
+    ConfigError,
+    FastDecodeError,
+    ModelError,
+    ProtocolError,
+    RequestError,
+    WorkerError,
+)
 from fastdecode.core.spec import MAX_HEADS, MAX_LAYERS, MAX_SEQUENCE_TOKENS, Shard
 from fastdecode.core.version import VERSION
 from fastdecode.core.words import make_printable
@@ -43,6 +51,13 @@ THE_ONLY: Final = -1
 """In the place of a holder: the only one that the peer has."""
 
 AnyT = TypeVar("AnyT")
+
+_ERRORS: Final[dict[str, type[FastDecodeError]]] = {
+    kind.__name__: kind
+    for kind in (
+        RequestError, CapacityError, WorkerError, ModelError, ConfigError, FastDecodeError
+    )
+}  # fmt: skip
 
 MAX_TEXT_CHARS: Final = 1 << 14
 MAX_ID: Final = (1 << 63) - 1
@@ -92,6 +107,29 @@ else:
     Rows = np.ndarray[_Table, np.dtype[np.float32 | np.uint16]]
     Activations = np.ndarray[_Cube, np.dtype[np.float32 | np.uint16]]
     """uint16 has the bits of a 16-bit float: the dtype is agreed in ``Hello``."""
+
+
+def error_fields(error: object) -> tuple[str, str, str]:
+    """Return kind, message and code of an error, as they travel: a subclass becomes the closest
+    kind of ``_ERRORS``. Raises TypeError: If it is another error."""
+    if not isinstance(error, FastDecodeError):
+        raise TypeError(f"{type(error).__name__} has no place in a message")
+    kind = next(each.__name__ for each in type(error).__mro__ if each.__name__ in _ERRORS)
+    # UTF-8 has no lone surrogates, which a client's text may have.
+    return kind, error.message.encode("utf-8", "replace").decode(), error.code
+
+
+def error_of(fields: Any) -> FastDecodeError:
+    """Return the error that has these fields. Raises ValidationError: If a field is wrong."""
+    kind, message, code = convert(fields, tuple[Literal[tuple(_ERRORS)], str, str])  # type: ignore[misc]
+    return _ERRORS[kind](message, code=code)
+
+
+def check_rows(first: Sized, **others: NDArray[Any] | None) -> None:
+    """Raise ProtocolError unless each array has as many rows as ``first``."""
+    for name, array in others.items():
+        if array is not None and len(array) != len(first):
+            raise ProtocolError(f"{name} has {len(array)} rows, where {len(first)} belong")
 
 
 def unasked(message: object) -> str:

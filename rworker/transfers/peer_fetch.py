@@ -23,7 +23,7 @@ from fastdecode.wire.blocks import (
     ReadBlocks,
     words_of,
 )
-from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker
+from fastdecode.wire.messages import FromRWorker
 from rworker.instructions import MoveBlocks, PlaceChunk
 from rworker.stream.checks import shape_of
 from rworker.stream.chunks import ChunkShape, layout_of
@@ -178,7 +178,6 @@ class PeerFetch:
         keys = [self._order.move.keys[place] for place in read.places]
         source, hello = read.source, self._hello
         message = ReadBlocks(
-            PROTOCOL_VERSION,
             source.reading,
             hello.model_hash,
             hello.kv,

@@ -15,14 +15,14 @@ from fastdecode.cli.main import main
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.host.facts import HostFacts, lacks_for_triton, this_host
 from fastdecode.measure.doctor import LinkFacts, ModelFacts, WorkerFacts, examine_all, judge
-from fastdecode.wire.messages import PROTOCOL_VERSION, Report
+from fastdecode.wire.messages import Report
 
 HERE = HostFacts(
     "s0", ("python 3.12.1", "fastdecode 0.1.0", "numpy 2.1.0"), "Open MPI v5.0.8", (0, 1), 2,
     ("0-1",), "madvise", 10**10, ("eth0 10.0.0.1",),
 )  # fmt: skip
 THERE = replace(HERE, host="r0", cpus=(0, 1, 2, 3), num_host_cpus=4, numa_cpus=("0-3",))
-GOOD = Report("rank 1 on r0", PROTOCOL_VERSION, THERE, num_threads=4, kv_bytes=10**9, model_hash="")
+GOOD = Report("rank 1 on r0", THERE, num_threads=4, kv_bytes=10**9, model_hash="")
 FAST = LinkFacts(50e-6, 5e9)
 
 
@@ -61,7 +61,6 @@ def test_a_good_set_of_hosts_has_nothing_wrong() -> None:
 @pytest.mark.parametrize(
     ("report", "wrong"),
     [
-        (replace(GOOD, protocol_version=PROTOCOL_VERSION + 1), {"versions": "FAIL"}),
         (on(replace(THERE, versions=("fastdecode 0.2.0",))), {"versions": "WARN"}),
         (on(replace(THERE, versions=("fastdecode 0.1.0", "numpy 1.26.0"))), {"versions": "WARN"}),
         (on(replace(THERE, mpi="MPICH 4.2")), {"versions": "FAIL"}),

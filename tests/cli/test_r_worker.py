@@ -15,14 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi_launch import PATHS, Running, running
-from values import replace
 
 from fastdecode.cli.main import main
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import (
-    PROTOCOL_VERSION,
     Accepted,
     Attend,
     BeginStep,
@@ -44,9 +42,7 @@ from fastdecode.wire.zmq.keys import ClusterKey
 
 WAIT_S = 120.0
 SPEC = AttentionSpec(4, 2, 20, scale=0.2)  # its kernels are compiled by other tests, too
-HELLO = Hello(
-    PROTOCOL_VERSION, "a model", KVSpec(2, 2, 20, DType.FLOAT32, 64), (SPEC, SPEC), DType.FLOAT32
-)
+HELLO = Hello("a model", KVSpec(2, 2, 20, DType.FLOAT32, 64), (SPEC, SPEC), DType.FLOAT32)
 R_WORKER = [sys.executable, "-m", "fastdecode.cli.main", "r-worker"]
 R_WORKER += ["--threads", "1", "--kv-memory-gb", "0.001"]
 
@@ -162,16 +158,6 @@ def test_another_model_is_refused_naming_both() -> None:
         assert isinstance(answer, Failed) and answer.code == "model_mismatch"
         assert "a model" in answer.message and "abc" in answer.message
         connection.close()
-        hub.close()
-
-
-def test_a_hello_of_another_version_is_refused() -> None:
-    with r_worker() as (_, address):
-        hub = ZmqHub()
-        connection = hub.add(address)
-        connection.send(replace(HELLO, protocol_version=PROTOCOL_VERSION + 1))
-        answer = connection.receive(WAIT_S)
-        assert isinstance(answer, Failed) and answer.code == "protocol_version"
         hub.close()
 
 

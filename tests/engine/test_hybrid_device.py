@@ -25,7 +25,7 @@ from fastdecode.engine.step.mixed_step import DeviceLane, MixedAttention, StepMo
 from fastdecode.engine.step.pipeline import LaneStep
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.schedule.plan import Chunk
-from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Open, Welcome
+from fastdecode.wire.messages import Hello, Open, Welcome
 from sworker import whole
 from sworker.whole import WholeSteps
 from sworker.worker import WholePass
@@ -49,7 +49,7 @@ class HybridRun(Run):
         self.connection = DeviceWorker(TorchExecutor(CPU, None, TorchKernels), 1 << 20)
         spec = self.spec.attention[0]
         kv = KVSpec(self.num_layers, spec.num_kv_heads, spec.head_dim, DType.FLOAT32, 16)
-        hello = Hello(PROTOCOL_VERSION, "m", kv, self.spec.attention, DType.FLOAT32)
+        hello = Hello("m", kv, self.spec.attention, DType.FLOAT32)
         self.connection.send(hello)
         assert isinstance(self.connection.poll(), Welcome)
         object.__setattr__(self.remote, "holders", HOLDERS)

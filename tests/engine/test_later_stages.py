@@ -131,7 +131,7 @@ def a_pass() -> StagePass:
 def greet(stages: Stages) -> None:
     """The later stages are greeted, and answer."""
     blocks = (9,) * len(stages.fleet)
-    hello = StageHello(1, "", 1, len(blocks), 1, 0, 3, 4, 16, DType.FLOAT32, DType.FLOAT32)
+    hello = StageHello("", 1, len(blocks), 1, 0, 3, 4, 16, DType.FLOAT32, DType.FLOAT32)
     for stage in (1, 2):
         stages.ends[1 + stage].send(StageWelcome(stage, blocks))
     hellos = {1: hello, 2: replace(hello, stage=2, num_layers=2)}
@@ -379,7 +379,7 @@ def test_what_a_stage_says_that_cannot_be(lie: Any, reason: str) -> None:
 
 
 def test_a_stage_offers_what_cannot_be() -> None:
-    hello = StageHello(1, "m", 1, 2, 1, 0, 1, 4, 16, DType.FLOAT32, DType.FLOAT32)
+    hello = StageHello("m", 1, 2, 1, 0, 1, 4, 16, DType.FLOAT32, DType.FLOAT32)
     with pytest.raises(ProtocolError, match="1 addresses"):
         hello.check(StageWelcome(1, (5, 5), 0, ("one",)))
 

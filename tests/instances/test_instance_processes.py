@@ -43,7 +43,7 @@ from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
 from fastdecode.engine.instances.cluster import connect
 from fastdecode.engine.instances.registry import greet
 from fastdecode.wire.instances import Deltas, InstanceHello, Submit
-from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
+from fastdecode.wire.messages import Failed
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
@@ -122,7 +122,7 @@ def test_nonsense_ends_the_controller_that_says_it(
     with controller(model, four) as llm:
         expected = answers(llm.generate(prompts(3), params(3)))
     model_hash = open_checkpoint(model).model_hash
-    hello = InstanceHello(PROTOCOL_VERSION, model_hash)
+    hello = InstanceHello(model_hash)
     for said in ("no requests", [[1, 2]], 7):
         hub = connect([four[0].address], None, SILENCE_S)
         (line,) = hub.connections
@@ -140,7 +140,7 @@ def test_nonsense_ends_the_controller_that_says_it(
 
 def test_a_request_that_cannot_be_run_costs_no_other(model: str, four: list[Process]) -> None:
     """Another instance may have lied to the controller about what is known of it."""
-    hello = InstanceHello(PROTOCOL_VERSION, open_checkpoint(model).model_hash)
+    hello = InstanceHello(open_checkpoint(model).model_hash)
     good = Request("good", (5, 6), SamplingParams(ignore_eos=True), 8, seed=1)
     bad = [
         replace(good, request_id="tokens", prompt_token_ids=(1 << 30,)),

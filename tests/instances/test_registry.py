@@ -27,7 +27,7 @@ from fastdecode.wire.transport import CLOSED, TIMEOUT, timeout_error
 WAIT_S = 60.0
 SEEN = StatusReport(1, state="ready", num_live_r_workers=1)
 WELCOME = replace(INSTANCE_WELCOME, role=InstanceRole.BOTH)
-HELLO = InstanceHello(1, WELCOME.model_hash)
+HELLO = InstanceHello(WELCOME.model_hash)
 
 
 class Line:

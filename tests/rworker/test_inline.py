@@ -15,7 +15,6 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.messages import (
-    PROTOCOL_VERSION,
     Accepted,
     Attend,
     AttendResult,
@@ -37,9 +36,7 @@ from rworker.worker import RWorkerExecutor, start_worker_thread
 from sworker.kernels.threads import openmp_library
 
 SPEC = AttentionSpec(6, 2, 16, scale=0.25)
-HELLO = Hello(
-    PROTOCOL_VERSION, "hash", KVSpec(2, 2, 16, DType.FLOAT32, 16), (SPEC, SPEC), DType.FLOAT32
-)
+HELLO = Hello("hash", KVSpec(2, 2, 16, DType.FLOAT32, 16), (SPEC, SPEC), DType.FLOAT32)
 NUM_SEQUENCES, PROMPT_TOKENS = 3, 40
 
 

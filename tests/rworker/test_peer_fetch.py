@@ -19,7 +19,7 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.blocks import BlockData, ChunkForm, Forget, ReadBlocks, words_of
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
+from fastdecode.wire.messages import Failed
 from rworker.transfers import peer_fetch
 from rworker.transfers.neighbours import REACH_S
 from rworker.transfers.throttle import ATTENDING_S, SHARE, Throttle
@@ -37,7 +37,7 @@ def pair(num_tokens: int, kv: KVSpec = KV, seed: int = 1) -> tuple[Hosts, Host, 
 def read(keys: list[bytes], num_tokens: int, **changes: Any) -> ReadBlocks:
     counts = np.full(len(keys), num_tokens, np.int32)
     share = 0, KV.num_layers, 0, KV.num_kv_heads
-    asked = (PROTOCOL_VERSION, READING, "a model", KV, ChunkForm.TOKENS, *share, words_of(keys))
+    asked = (READING, "a model", KV, ChunkForm.TOKENS, *share, words_of(keys))
     return replace(ReadBlocks(*asked, counts), **changes)
 
 
@@ -138,7 +138,6 @@ def test_readers_without_the_right_find_nothing_and_other_kinds_are_refused() ->
     refused = [
         read([full], size, kv=replace(KV, block_size=2 * size)),
         read([full], size, model_hash="another"),
-        read([full], size, protocol_version=1),
         read([full], size, num_layers=KV.num_layers + 1),
         read([full], size, first_head=1),
         read([full], size + 1),

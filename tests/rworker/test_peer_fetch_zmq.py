@@ -35,7 +35,7 @@ from fastdecode.wire.blocks import (
     words_of,
 )
 from fastdecode.wire.inproc import InprocHub
-from fastdecode.wire.messages import PROTOCOL_VERSION, Close, Failed
+from fastdecode.wire.messages import Close, Failed
 from fastdecode.wire.waiting import look_until_found
 from rworker.attention import AttentionExecutor
 from rworker.worker import start_worker_thread
@@ -46,7 +46,7 @@ pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 def asked(model_hash: str) -> ReadBlocks:
     none = words_of([b"x" * 16]), np.ones(1, np.int32)
     share = ChunkForm.TOKENS, 0, 1, 0, 1
-    return ReadBlocks(PROTOCOL_VERSION, READING, model_hash, KV, *share, *none)
+    return ReadBlocks(READING, model_hash, KV, *share, *none)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,6 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 from fastdecode.wire.messages import (
     MAX_ID,
-    PROTOCOL_VERSION,
     Accepted,
     Close,
     Hello,
@@ -69,7 +68,6 @@ def test_hello_again_starts_afresh(worker: Worker) -> None:
 @pytest.mark.parametrize(
     ("hello", "reason", "code"),
     [
-        (replace(HELLO, protocol_version=PROTOCOL_VERSION + 1), "same version", "protocol_version"),
         (replace(HELLO, attention=(SPEC,)), "1 attention specs for 3 layers", "protocol_error"),
         (
             replace(HELLO, attention=(SPEC, SPEC, replace(SPEC, head_dim=8))),

@@ -21,7 +21,6 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.messages import (
-    PROTOCOL_VERSION,
     Accepted,
     Attend,
     AttendResult,
@@ -291,7 +290,7 @@ def decoded(kv_dtype: DType, activation_dtype: DType, *, beside_a_prompt: bool) 
     worker = start_worker_thread("r0", kv_bytes=1 << 22)
     try:
         kv = KVSpec(1, HKV, D, kv_dtype, 64)
-        worker.connection.send(Hello(PROTOCOL_VERSION, "hash", kv, (PLAIN,), activation_dtype))
+        worker.connection.send(Hello("hash", kv, (PLAIN,), activation_dtype))
         worker.connection.receive(WAIT_S)
         for sequence in (0, 1):
             worker.connection.send(Open(sequence, 2 * PAST))

@@ -119,7 +119,7 @@ LAYER = AttentionSpec(1, 1, 1, 1.0)
     [
         (small_attend(dtype=np.float64), r"Attend can.t be sent: an array of float64 \[2, 4, 8\]"),
         (Accepted(1 << 64), "Accepted can't be sent"),
-        (Hello(1, "h", KVSpec(1, 1, 1, DType.FLOAT32), (LAYER,) * 9000, DType.FLOAT32), "allowed"),
+        (Hello("h", KVSpec(1, 1, 1, DType.FLOAT32), (LAYER,) * 9000, DType.FLOAT32), "exceed"),
     ],
 )
 def test_messages_that_cannot_travel_are_refused_at_once(message: Message, match: str) -> None:
@@ -187,7 +187,6 @@ def test_frames_that_do_not_fit_are_refused(damage: Any, match: str) -> None:
     head, *frames = in_frames(small_attend())
     with pytest.raises(ProtocolError, match=match):
         CODEC.decode(memoryview(head), *damage(frames))
-    with pytest.raises(ProtocolError, match="were announced"):
-        CODEC.decode(memoryview(head)[:-1], *frames)
-    with pytest.raises(ProtocolError, match="beyond its body"):
-        CODEC.decode(memoryview(head))
+    for of_body in (frames, []):
+        with pytest.raises(ProtocolError, match="were announced"):
+            CODEC.decode(memoryview(head)[: len(head) - bool(of_body)], *of_body)

@@ -17,13 +17,13 @@ def unhex(text: str) -> bytes:
 
 def test_golden_bytes_of_a_message_without_fields() -> None:
     # magic and version, bytes of msgpack, bytes of the body; the tag
-    head = unhex("46444e1c 02000000 000000000000000091 07")
+    head = unhex("46444e1d 02000000 000000000000000091 07")
     assert in_one_piece(Shutdown()).tobytes() == head
 
 
 def test_golden_bytes_of_numbers_and_text() -> None:
     head = unhex(
-        "46444e1c 11000000 0000000000000000 98 41"  # Welcome
+        "46444e1d 11000000 0000000000000000 98 41"  # Welcome
         "a3 72c3a9 64 20 08 c2 c2"  # worker, num_blocks, block_size, num_threads, two flags
         "a5 312e322e33"  # version
     )
@@ -34,7 +34,7 @@ def test_golden_bytes_of_arrays() -> None:
     o = np.arange(4, dtype=np.uint16).reshape(1, 2, 2)
     lse = np.array([[1.0, -2.0]], np.float32)
     head = unhex(
-        "46444e1c 2a000000 4800000000000000 97 44"  # AttendResult
+        "46444e1d 2a000000 4800000000000000 97 44"  # AttendResult
         "09 01 03"  # step, lane, layer
         "c40e 01 03 01000000 02000000 02000000"  # o: uint16 [1, 2, 2]
         "c40a 00 02 01000000 02000000"  # lse: float32 [1, 2]
@@ -49,7 +49,7 @@ def test_golden_bytes_of_a_step() -> None:
     counts = [np.array([x], np.int32) for x in (64, 0, 1, 64, 5)]
     begin = BeginStep(9, 1, np.array([1 << 36]), *counts[:4], True, counts[4])
     head = unhex(
-        "46444e1c 36000000 4401000000000000 9b 05"  # BeginStep
+        "46444e1d 36000000 4401000000000000 9b 05"  # BeginStep
         "09 01 c406 03 01 01000000"  # step, lane, sequence_ids: int64 [1]
         + 4 * "c406 02 01 01000000"  # int32 [1] each
         + "c3 c406 02 01 01000000 ff"  # want_lse, num_beyond, holder
@@ -75,8 +75,8 @@ def test_golden_bytes_of_nested_fields() -> None:
         "logit_softcap": "ad6c6f6769745f736f6674636170",
     }  # fmt: skip
     head = unhex(
-        "46444e1c c9000000 0000000000000000 9d 01"  # Hello
-        "01 a3 616263 85"  # protocol_version, model_hash; kv, by the names of its fields
+        "46444e1d c8000000 0000000000000000 9c 01"  # Hello
+        "a3 616263 85"  # model_hash; kv, by the names of its fields
         f"{names['num_layers']} 01 {names['num_kv_heads']} 02 {names['head_dim']} 40"
         f"{names['dtype']} a8 62666c6f61743136 {names['block_size']} 20"
         f"91 87 {names['num_q_heads']} 04 {names['num_kv_heads']} 02 {names['head_dim']} 40"
@@ -85,4 +85,4 @@ def test_golden_bytes_of_nested_fields() -> None:
         "a7 666c6f61743136 00 a8 532d776f726b6572"  # activation_dtype, holder, role
         "00 00 c2 00 c2"  # max_blocks, session, outlives, reading, resumes
     )
-    assert in_one_piece(Hello(1, "abc", kv, (layer,), DType.FLOAT16)).tobytes() == head
+    assert in_one_piece(Hello("abc", kv, (layer,), DType.FLOAT16)).tobytes() == head

@@ -18,7 +18,7 @@ from values import replace
 from fastdecode import __version__
 from fastdecode.engine.instances.registry import welcome_of
 from fastdecode.wire.instances import InstanceHello
-from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Welcome
+from fastdecode.wire.messages import Hello, Welcome
 
 
 def check_r_worker(version: str) -> None:
@@ -36,7 +36,7 @@ def check_stage(version: str) -> None:
 def check_instance(version: str) -> None:
     welcome = replace(INSTANCE_WELCOME, version=version)
     line: Any = None
-    assert welcome_of(line, InstanceHello(PROTOCOL_VERSION, welcome.model_hash), welcome)
+    assert welcome_of(line, InstanceHello(welcome.model_hash), welcome)
 
 
 GREETINGS = [check_r_worker, check_stage, check_instance]

@@ -18,7 +18,6 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
 
-from fastdecode.core import errors
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import (
@@ -53,9 +52,10 @@ from fastdecode.engine.stages.links import LOADING_TIMEOUT_S
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
 from fastdecode.wire.instances import InstanceHello, InstanceSays, InstanceWelcome, ToInstance
-from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
+from fastdecode.wire.messages import Failed
 from fastdecode.wire.mpi.job import join
 from fastdecode.wire.ranks import InstanceRanks, launched_size, link_address, without_launcher
+from fastdecode.wire.traits import error_fields, error_of
 
 if TYPE_CHECKING:
     from fastdecode.wire.zmq.hub import ZmqHub
@@ -137,7 +137,7 @@ class RunningCluster:
             self.codec = TextCodec.load(checkpoint.directory, own.max_model_len)
             opened.callback(self.codec.close)
             hub, names, patience_s, unreached = _reach(config, tell, opened)
-            hello = InstanceHello(PROTOCOL_VERSION, checkpoint.model_hash)
+            hello = InstanceHello(checkpoint.model_hash)
             welcomes, failed = greet(hub, hello, patience_s, unreached)
             if not welcomes:
                 raise next(iter(failed.values()))
@@ -290,19 +290,17 @@ def _start(
 
 def failure_of(error: FastDecodeError) -> dict[str, Any]:
     """Return an error as a spawned instance reports it."""
-    kinds = ("ConfigError", "ModelError", "CapacityError", "WorkerError", "FastDecodeError")
-    kind = next(name for name in kinds if isinstance(error, getattr(errors, name)))
+    kind, _, code = error_fields(error)
     words = [
         word if isinstance(word, str) else [word.name, *([word.value] * word.has_value)]
         for word in error.words
     ]
-    return {"kind": kind, "words": words, "code": error.code}
+    return {"kind": kind, "words": words, "code": code}
 
 
 def _failure(kind: str, words: list[Any], code: str) -> FastDecodeError:
     given = (word if isinstance(word, str) else Given(*word) for word in words)
-    error: FastDecodeError = getattr(errors, kind)(*given, code=code)
-    return error
+    return type(error_of((kind, "", code)))(*given, code=code)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -23,7 +23,7 @@ from fastdecode.engine.fleet.ring import DISK, LinkOptions
 from fastdecode.engine.setup.resolve import ResolvedConfig, kept_by_rank
 from fastdecode.engine.setup.workers import Reached
 from fastdecode.engine.stages.pool import StagePool
-from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Welcome
+from fastdecode.wire.messages import Hello, Welcome
 from fastdecode.wire.stages import StageWelcome
 from rworker.stream.mirror import LINK_BYTES
 from sworker.ranks.group import Ranks
@@ -43,7 +43,6 @@ def make_hello(
     """
     kv, attention = kept_by_rank(spec, resolved, 0)
     hello = Hello(
-        PROTOCOL_VERSION,
         checkpoint.model_hash,
         kv,
         attention,

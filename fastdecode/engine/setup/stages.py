@@ -40,7 +40,7 @@ from fastdecode.engine.stages.pool import ColumnPool
 from fastdecode.engine.stages.relay import ColumnRegreeting, HeadsRegreeting, Regreeting, Relay
 from fastdecode.engine.stages.steps import LaterStage
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.messages import MAX_LANES, PROTOCOL_VERSION, Failed, Hello, Shutdown, Welcome
+from fastdecode.wire.messages import MAX_LANES, Failed, Hello, Shutdown, Welcome
 from fastdecode.wire.mpi.job import join
 from fastdecode.wire.stages import FIRST_STAGE, StageHello, StageWelcome, stage_name
 from sworker.failures import raise_typed, typed_start
@@ -71,7 +71,6 @@ class StageSetup:
         resolved, layers = self.resolved, self.resolved.layers[self.number]
         is_kept = resolved.transport == "local" and resolved.config.r_part.num_replicas > 0
         return StageHello(
-            PROTOCOL_VERSION,
             self.checkpoint.model_hash,
             stage=self.number,
             num_columns=num_columns,

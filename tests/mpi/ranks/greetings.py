@@ -10,7 +10,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.blocks import BlockData, ChunkForm, ReadBlocks
-from fastdecode.wire.messages import PROTOCOL_VERSION, Close, Failed
+from fastdecode.wire.messages import Close, Failed
 from fastdecode.wire.mpi.hub import MpiConnection, MpiHub, neighbour_hub, r_worker_hub
 from fastdecode.wire.mpi.job import join, leave
 from fastdecode.wire.stages import Meeting
@@ -63,7 +63,7 @@ def ask(*numbers: int) -> MpiConnection:
     for number in numbers:
         share = ChunkForm.TOKENS, 0, 1, 0, 1
         none = np.zeros((1, 2), np.int64), np.ones(1, np.int32)
-        line.send(ReadBlocks(PROTOCOL_VERSION, number, "a model", KV, *share, *none))
+        line.send(ReadBlocks(number, "a model", KV, *share, *none))
     return line
 
 
