@@ -318,7 +318,7 @@ def main() -> int:
         engine = ("--kv-memory-gb", "0.5", "--max-step-tokens", str(step_tokens))
         for way in options.ways:
             roles = WAYS[way]
-            named = zip(("prefill", "decode", "both"), roles.each, strict=True)
+            named = asdict(roles).items()
             each = [name for name, count in named for _ in range(count)]
             with (
                 pinned_instances(model, each, *engine) as processes,

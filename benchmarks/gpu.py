@@ -466,8 +466,8 @@ def decode_step(lens: Sequence[int], device: torch.device) -> PagedStep:
     homes = tables.gather(1, (last // BLOCK_SIZE)[:, None])[:, 0].long()
     slots, host = homes * BLOCK_SIZE + last % BLOCK_SIZE, np.array(lens, np.int32)
     no_rows = slice(len(host), len(host))
-    on_device = (x.to(device) for x in (slots, tables, torch.from_numpy(host)))
-    return PagedStep(*on_device, host, (), no_rows, ())
+    slots, tables, seen = (x.to(device) for x in (slots, tables, torch.from_numpy(host)))
+    return PagedStep(slots, tables, seen, host, (), no_rows, ())
 
 
 @contextlib.contextmanager

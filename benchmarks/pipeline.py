@@ -254,7 +254,7 @@ def job(model: Path, scratch: Path, *more: str) -> dict[str, Any]:
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     python = [sys.executable, __file__, "--model", str(model), "--out", str(out), *more, "--rank"]
     launcher = str(Path(sys.executable).with_name("mpirun"))
-    command = [launcher, *MPIRUN.split(), "-n", "1", *python, "s", ":", "-n", "1", *python, "r"]
+    command = [launcher, *MPIRUN, "-n", "1", *python, "s", ":", "-n", "1", *python, "r"]
     subprocess.run(command, env=env, stdin=subprocess.DEVNULL, check=True, timeout=280)
     result: dict[str, Any] = json.loads(out.read_text())
     return result

@@ -317,8 +317,8 @@ async def _send_and_leave(server: Server, num: int, seed: int) -> None:
     places = asyncio.Semaphore(64)
 
     async def one(planned: Any, after_s: float | None) -> None:
-        async with places:
-            run = endpoint.run(planned, "checkpoint", 0.0)
+        async with places, endpoint.session() as session:
+            run = endpoint.run(planned, "checkpoint", 0.0, session)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(run, after_s)
 

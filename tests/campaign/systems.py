@@ -295,7 +295,7 @@ def _keep_away(llm: LLM) -> None:
     """Have what waits go to R-workers, as with many sequences and a real device."""
 
     def rule(known: Known, now: Course, costs: Costs, error: float) -> Course:
-        return Course(Layout.SPLIT, len(known.waiting), True)
+        return Course(Layout.SPLIT, len(known.waiting))
 
     control = llm._running.engine._lifecycle.scheduler.hybrid
     control._options = replace(control._options, rule=rule)
