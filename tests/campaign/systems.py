@@ -67,7 +67,7 @@ _ON_DEVICE: dict[str, Any] = {
 SYSTEMS: dict[str, System] = {
     "DejaVu": System(
         {"pp": 2, "prompt_pp": 1, "replicas": 1, "kv_memory_gb": 0.02, "r_threads": 1},
-        "rank", num_r_workers=0, blows_an_engine=1, num_ranks=10, is_served=True,
+        "rank", num_r_workers=0, blows_an_engine=1, num_ranks=9, is_served=True,
     ),
     "DejaVu on devices": System(
         {"pp": 3, "kv_placement": "swap", "replicas": 1, "kv_memory_gb": 0.006},

@@ -158,30 +158,29 @@ class EngineConfig:
             raise ConfigError(Given("device_kv_gb"), " needs ", Given("kv_placement", "hybrid"))
 
     def of_instance(self, number: int) -> EngineConfig:
-        """What an instance is made with that is ranks of this MPI job.
-
-        Raises:
-            ConfigError: its S-workers do not go with the other options.
-        """
-        placed, kv_placement = self.instances.placed[number], self.r_part.kv_placement
-        if self.r_part.is_on_device and placed.num_r_workers:
+        """Return the options of an instance that is ranks of this MPI job. Raises ConfigError: If
+        its S-workers do not go with the others."""
+        placed, r_part = self.instances.placed[number], self.r_part
+        if r_part.is_on_device and placed.num_r_workers:
             raise ConfigError(
-                Given("kv_placement", kv_placement),
+                Given("kv_placement", r_part.kv_placement),
                 f" needs no R-workers, and the instance {placed} has {placed.num_r_workers}: "
                 f"Remove them ({placed.role.value}:0)",
             )
-        if not placed.num_r_workers and (placed.tp > 1 or self.r_part.replicas):
+        if not placed.num_r_workers and (placed.tp > 1 or r_part.replicas):
             raise ConfigError(
                 Given("instances", str(placed)),
                 ": with KV on its devices an instance of ranks has no tp or replicas yet: others "
                 "reach one device of each stage. Remove them, or give it R-workers",
             )
-        if kv_placement == "auto" or not placed.num_r_workers:
-            kv_placement = "r" if placed.num_r_workers else "gpu"
+        if r_part.kv_placement == "auto" or not placed.num_r_workers:
+            r_part = replace(r_part, kv_placement="r" if placed.num_r_workers else "gpu")
+        if placed.role is InstanceRole.PREFILL and placed.num_r_workers == placed.pp:
+            r_part = replace(r_part, replicas=0)  # no stage has a second R-worker: run them again
         return replace(
             self,
             s_part=replace(self.s_part, tp=placed.tp, pp=placed.pp),
-            r_part=replace(self.r_part, kv_placement=kv_placement),
+            r_part=r_part,
             instances=replace(self.instances, instances=(), replan_slo=None),
         )
 
