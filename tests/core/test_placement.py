@@ -41,8 +41,10 @@ def test_a_placement(tmp_path: Path) -> None:
         PlacedInstance(InstanceRole.PREFILL, 1),
         PlacedInstance(InstanceRole.DECODE, 3),
     )
-    config = EngineConfig.of("m", instances=(",".join(map(str, instances)),))
+    config = EngineConfig.of("m", instances=(",".join(map(str, instances)),), replicas=1)
     assert config.instances.placed == instances
+    # An R-worker alone has no neighbour: its prompts are run again.
+    assert [config.of_instance(number).r_part.replicas for number in range(3)] == [0, 0, 1]
 
 
 def test_where_an_instance_has_no_r_workers_kv_is_on_its_devices(tmp_path: Path) -> None:
@@ -57,9 +59,7 @@ def test_where_an_instance_has_no_r_workers_kv_is_on_its_devices(tmp_path: Path)
     assert own[0].s_part.pp == 1 and own[1].s_part.pp == 2
     path = written(tmp_path / "p.json", instances=[PREFILL, decode])
     assert list(map(str, read_placement(path, on_devices=True))) == ["prefill:0", "decode:0:pp=2"]
-    line = JobLine(
-        ("s",), ("r",), (JobHost("a", 1), JobHost("b", 2)), instances=read_placement(path)
-    )
+    line = JobLine((), (), (JobHost("a", 1), JobHost("b", 2)), instances=read_placement(path))
     assert [host for host, _ in line._ranks()] == ["a", "a", "a", "b", "b"]
 
 

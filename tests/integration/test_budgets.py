@@ -18,7 +18,7 @@ MODEL = str(ROOT / "examples" / "model" / "checkpoint")
 MOST_LINES = {
     "fastdecode/cli": 3795,
     "fastdecode/conversations": 1318,
-    "fastdecode/core": 9579,
+    "fastdecode/core": 9578,
     "fastdecode/engine": 15779,
     "fastdecode/jobs": 2398,
     "fastdecode/measure": 2315,
