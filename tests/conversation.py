@@ -55,10 +55,7 @@ def rounded(x: np.ndarray, dtype: DType) -> np.ndarray:
 
 def hello(kv_dtype: DType, activation_dtype: DType = DType.FLOAT32) -> Hello:
     return Hello(
-        "hash",
-        KVSpec(len(LAYERS), HKV, D, kv_dtype, BLOCK_SIZE),
-        LAYERS,
-        activation_dtype,
+        "hash", KVSpec(len(LAYERS), HKV, D, kv_dtype, BLOCK_SIZE), LAYERS, activation_dtype
     )
 
 

@@ -14,24 +14,9 @@ from cpu_kernels import allocate_tokens, reference
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.blocks import (
-    ChunkForm,
-    Done,
-    Fetch,
-    Forget,
-    KVSource,
-    Name,
-    words_of,
-)
+from fastdecode.wire.blocks import ChunkForm, Done, Fetch, Forget, KVSource, Name, words_of
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
-from fastdecode.wire.messages import (
-    Accepted,
-    Close,
-    FromRWorker,
-    Open,
-    ToRWorker,
-    Welcome,
-)
+from fastdecode.wire.messages import Accepted, Close, FromRWorker, Open, ToRWorker, Welcome
 from fastdecode.wire.transport import PeerLostError
 from rworker.attention import AttentionExecutor
 from rworker.cache_state import CacheState

@@ -29,11 +29,8 @@ def as_chats(messages: object) -> list[Sequence[Message]]:
         for chat in chats
         for message in chat
     ):
-        raise RequestError(
-            "messages must be a conversation or a list of them: each a list of "
-            '{"role": "…", "content": "…"}',
-            code="invalid_messages",
-        )
+        must = "messages must be a conversation or a list of them: each a list of "
+        raise RequestError(must + '{"role": "…", "content": "…"}', code="invalid_messages")
     for place, chat in enumerate(chats):
         for at, message in enumerate(chat):
             _check_message(message, f"messages[{at}]" if is_one else f"messages[{place}][{at}]")
@@ -154,8 +151,6 @@ def as_params(params: object, num_prompts: int, default: SamplingParams) -> list
 def check_cache(cache: object) -> None:
     """Raises: RequestError: If it isn't a ``CacheUse``."""
     if not isinstance(cache, CacheUse):
-        raise RequestError(
-            f"cache must be a fastdecode.CacheUse, not {type(cache).__name__}: "
-            'CacheUse(is_off=True) shares nothing, CacheUse(salt="...") with the same salt only',
-            code="invalid_cache",
-        )
+        must = f"cache must be a fastdecode.CacheUse, not {type(cache).__name__}"
+        how = 'CacheUse(is_off=True) shares nothing, CacheUse(salt="...") with the same salt only'
+        raise RequestError(f"{must}: {how}", code="invalid_cache")

@@ -127,11 +127,9 @@ class Turn:
                 "detokenize out, or give prompts instead of messages"
             )
         if new.how.continue_final_message:
-            raise _invalid(
-                Given("continue_final_message"),
-                ": a conversation keeps whole messages: leave conversation_id out, and give all "
-                "messages",
-            )
+            remedy = "leave conversation_id out, and give all messages"
+            why = f": a conversation keeps whole messages: {remedy}"
+            raise _invalid(Given("continue_final_message"), why)
 
 
 def as_turn_error(error: FastDecodeError) -> FastDecodeError:
@@ -160,11 +158,8 @@ def check_turn(conversation_id: object, params: SamplingParams, num_prompts: int
         if value is not None:
             raise _invalid(Given(name, value), f": {why}: leave it out")
     if num_prompts != 1 or params.n > 1:
-        raise _invalid(
-            Given("conversation_id"),
-            ": a conversation goes on with one prompt and one answer: ask for the others without "
-            "it",
-        )
+        why = ": a conversation continues with one prompt and one answer: ask for others without it"
+        raise _invalid(Given("conversation_id"), why)
     return check_id(conversation_id)
 
 

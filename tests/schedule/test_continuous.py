@@ -112,10 +112,7 @@ def test_the_latest_arrivals_are_suspended_and_resume_where_they_were() -> None:
     scheduler = make_scheduler(options("greedy", 1, length_quantile=0.1), (6,), BLOCK_SIZE)
     scheduler._lengths._min_observed = 1  # type: ignore[attr-defined]
     harness = Harness(scheduler, [Store(6)], 1)
-    for length in (
-        1,
-        9,
-    ):
+    for length in (1, 9):
         # What is expected of the others: 1 token, and 9 of those that get
         # further.
         harness.arrive(1, (length,), length)

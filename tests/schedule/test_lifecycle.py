@@ -99,10 +99,7 @@ def test_what_befalls_a_sequence_in_flight_is_carried_out_at_the_end_of_its_step
     assert [x.part.holder for x in opened if isinstance(x, events.Ask)] == [0, 1]
     assert [
         (x.part.first_token, x.part.num_tokens) for x in opened if isinstance(x, events.Ask)
-    ] == [
-        (0, 8),
-        (8, 5),
-    ]
+    ] == [(0, 8), (8, 5)]
     for x in opened:
         assert isinstance(x, events.Ask)
         tell(life, events.Opened(x.part.part_id))

@@ -180,10 +180,7 @@ def test_all_step_times_give_five_numbers_that_never_fall(times: StepTime) -> No
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.integers(1, 4),
-    st.tuples(*[st.integers(0, 64).map(lambda n: n / 64)] * 4),
-)
+@given(st.integers(1, 4), st.tuples(*[st.integers(0, 64).map(lambda n: n / 64)] * 4))
 def test_equal_lanes_step_as_a_simulated_round_and_as_size_says(
     num_lanes: int, each: tuple[float, float, float, float]
 ) -> None:

@@ -349,9 +349,7 @@ def test_tokens_and_text(server: Server) -> None:
     assert status == 200 and said["token_strs"][0] == "<|begin|>"
 
 
-def test_chats_without_max_tokens_run_together_where_few_whole_contexts_fit(
-    template: Path,
-) -> None:
+def test_chats_without_max_tokens_run_together_where_few_whole_contexts_fit(template: Path) -> None:
     """Room for 4 contexts of 1024 tokens: 64 blocks of 64."""
     block_bytes = 64 * 6 * 2 * 2 * 32 * 4
     options = ("--kv-memory-gb", str(64.5 * block_bytes / 1e9), "--chat-template", str(template))

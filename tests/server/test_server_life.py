@@ -232,9 +232,7 @@ def test_whoever_leaves_frees_what_he_held(
     slow_server.wait_until_idle()
 
 
-def test_a_prompt_that_cannot_be_answered_ends_the_others_of_its_body(
-    slow_server: Server,
-) -> None:
+def test_a_prompt_that_cannot_be_answered_ends_the_others_of_its_body(slow_server: Server) -> None:
     slow_server.wait_until_idle()
     status, said = slow_server.complete(prompt=[[5], [NEVER_FITS]], max_tokens=LONG)
     assert (status, said["error"]["message"]) == (400, "it could never fit")

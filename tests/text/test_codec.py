@@ -30,11 +30,7 @@ from examples import examples
 from fastdecode.core.errors import CheckpointError, MissingExtraError, RequestError
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.detokenizer import (
-    ByteLevelDetokenizer,
-    Vocabulary,
-    detokenizer_for,
-)
+from fastdecode.text.detokenizer import ByteLevelDetokenizer, Vocabulary, detokenizer_for
 
 
 def pieces_of(kind: str, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:

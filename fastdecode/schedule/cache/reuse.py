@@ -67,14 +67,9 @@ def offered(
         if len(good) < num_blocks:
             break
     num_tokens = min(num_tokens, first * block_size)
-    return Reuse(
-        tuple(holders[: len(parts)]),
-        tuple(map(tuple, parts)),
-        num_tokens,
-        {},
-        min(first, num_offered(sources) // block_size),
-        sources=sources,
-    )
+    kept = tuple(map(tuple, parts))
+    num_blocks = min(first, num_offered(sources) // block_size)
+    return Reuse(tuple(holders[: len(kept)]), kept, num_tokens, {}, num_blocks, sources=sources)
 
 
 def reuses(
@@ -126,16 +121,10 @@ def _reuse(
         credit[holder] += sum(block is not None and not block.is_idle for block in blocks)
     if num_held % size:
         credit[parts[-1][0]] -= 1  # its last block is copied
-    return Reuse(
-        tuple([holder for holder, _ in parts]),
-        tuple([tuple(keys) for _, keys in parts]),
-        num_held - len(gap),
-        dict(credit),
-        num_blocks - has_tail,
-        has_tail,
-        gap,
-        num_unseen * size,
-    )
+    holders = tuple([holder for holder, _ in parts])
+    own = tuple([tuple(keys) for _, keys in parts])
+    spared = num_held - len(gap), dict(credit), num_blocks - has_tail
+    return Reuse(holders, own, *spared, has_tail, gap, num_unseen * size)
 
 
 def _wholes(

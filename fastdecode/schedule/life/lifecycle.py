@@ -294,14 +294,11 @@ class Lifecycle:
 
     @property
     def is_owed(self) -> bool:
-        """True if an answer about a room is owed, or a holder is being taken over."""
-        is_awaited = self.grants.asked or (self._fails_over and self.adoptions)
-        return bool(is_awaited) or (self.keeps_blocks and self.is_moving)
-
-    @property
-    def is_moving(self) -> bool:
-        """True if a sequence may have to wait for a block that is moved between tiers."""
-        return bool(self._cache.stock.jobs) and bool(self.sequences.by_sequence)
+        """True if an answer about a room is owed, a holder is being taken over, or a sequence may
+        have to wait for a block that is moved between tiers."""
+        if self.grants.asked or (self._fails_over and self.adoptions):
+            return True
+        return self.keeps_blocks and bool(self._cache.stock.jobs and self.sequences.by_sequence)
 
     def check_invariants(self) -> None:
         self.scheduler.check_invariants()

@@ -180,9 +180,8 @@ class Completion:
             if not self._is_streaming:
                 self._is_streaming = True
                 headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-                raw = Response(
-                    media_type="text/event-stream", headers={**headers, **self._warnings(asked)}
-                ).raw_headers
+                headers |= self._warnings(asked)
+                raw = Response(media_type="text/event-stream", headers=headers).raw_headers
                 raw = [each for each in raw if each[0] != b"content-length"]
                 await send({"type": "http.response.start", "status": 200, "headers": raw})
             await _send_part(send, text)
