@@ -74,6 +74,7 @@ class Engine:
         self._state = state
         self._fleet = state.fleet
         self._lifecycle = state.lifecycle
+        self._stock = state.lifecycle.scheduler.ledger.cache.stock
         self.requests: Final[Requests] = state.requests
         self.stats: Final[EngineStats] = state.stats
         self._trace = trace
@@ -106,8 +107,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """True if a step would do anything: for requests, or for the rest of cancelled ones."""
-        return bool(self.requests) or self._has_pending
+        """True if a step would do anything: for requests, cancelled ones, or blocks to copy."""
+        return bool(self.requests) or self._has_pending or self._stock.is_copying
 
     @property
     def pause_s(self) -> float:
@@ -203,8 +204,7 @@ class Engine:
         ``pause_s``).
 
         Raises:
-            WorkerError: If no R-worker is left, or the S-worker failed. Only ``abandon`` may
-                follow.
+            WorkerError: If no R-worker is left, or the S-worker failed: call ``abandon``.
         """
         try:
             stats, pipeline = self.stats, self._pipeline
@@ -251,8 +251,7 @@ class Engine:
 
     @property
     def _has_pending(self) -> bool:
-        """True if a step is in flight, tokens are on their way to the host, or an answer about a
-        room is owed."""
+        """True if a step is in flight, tokens are coming to the host, or a room is asked for."""
         return bool(self._pipeline.in_flight or self._coming or self._lifecycle.is_owed)
 
     def _run_on(self) -> None:

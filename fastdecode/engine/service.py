@@ -393,6 +393,7 @@ class EngineService:
                 self._end_request(request_id, self._ended)
         self._hand_out()
         while self.has_work:
+            self._obey(self.served.engine.pause_s)
             self._step()
         self.served.close()
         self._note(self.served)

@@ -20,6 +20,8 @@ from fastdecode.wire.blocks import Done
 _MOST_SPANS: Final = 256
 _LOOK_S: Final = 0.2
 """Pause between two looks at R-workers, while another engine has to report a fetch."""
+_COPY_LOOK_S: Final = 0.005
+"""The same, while blocks are copied to a lower tier and no sequence runs."""
 
 
 class FetchingTime:
@@ -33,8 +35,7 @@ class FetchingTime:
         """Add a fetch of that length, the last one to end so far. Return how much of it wasn't
         counted yet."""
         began_s = ended_s - seconds
-        counted_s = 0.0
-        first_s = began_s
+        counted_s, first_s = 0.0, began_s
         while self._spans and self._spans[-1][1] >= began_s:
             span_began_s, span_ended_s = self._spans.pop()
             counted_s += span_ended_s - max(span_began_s, began_s)
@@ -51,6 +52,14 @@ class Transfers(Extension):
         self._stock = state.lifecycle.scheduler.ledger.cache.stock
         self._stats = state.stats
         self._fetching = FetchingTime()
+
+    @property
+    def idle_pause_s(self) -> float:
+        return _COPY_LOOK_S if self._stock.has_lower else 0.0
+
+    def listen(self) -> None:
+        if self._stock.is_copying and self._fleet.is_owed:
+            self._fleet.receive(most_s=0.0)
 
     def news(self) -> Iterable[events.Event]:
         for moved in self._fleet.take_moves():
@@ -133,17 +142,8 @@ class KVExchange(Extension):
         for part in parts:
             for member, shard in self._fleet.shards_of(part.holder).items():
                 heads, layers = shard.heads or self._every_head, shard.layers or self._every_layer
-                sources.append(
-                    KVSource(
-                        self._address_of(placement[member]),
-                        self._reading,
-                        part.first_token,
-                        part.num_tokens,
-                        int(heads.kv.start),
-                        heads.num_kv_heads,
-                        layers.start,
-                        len(layers),
-                        is_held,
-                    )
-                )
+                peer = self._address_of(placement[member]), self._reading
+                kept = int(heads.kv.start), heads.num_kv_heads, layers.start, len(layers)
+                source = KVSource(*peer, part.first_token, part.num_tokens, *kept, is_held)
+                sources.append(source)
         return tuple(sources)

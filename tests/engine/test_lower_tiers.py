@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from disk_talks import Said, talk_in_turns, until_some_are_fetched
+from checkpoints import prompts
+from disk_talks import GREEDY, Said, talk_in_turns, until_some_are_fetched
 
 from examples import TRIES_ALL
 from fastdecode import LLM
@@ -139,6 +140,27 @@ def test_damaged_blocks_are_run_again(tmp_path: Path, llama: str, plain: Said) -
         assert counts.num_found > 0 and counts.num_failed > 0
         assert 0 < counts.num_damaged <= counts.num_failed, "told is why"
         assert counts.num_unread == counts.num_unwritten == counts.num_late == 0
+
+
+def test_one_damaged_block_is_run_again_alone_of_what_an_idle_engine_copied(
+    tmp_path: Path, llama: str
+) -> None:
+    options = on_disk(tmp_path, swap_threshold=1.0, kv_memory_gb=0.001)
+    (prompt,) = prompts((70,), seed=3)
+    with LLM(llama, **options) as llm:
+        (first,) = llm.generate([prompt], GREEDY, conversation_id="c")
+    (file,) = slot_files(tmp_path)
+    fd, header, entries, _ = read_slots(file)
+    os.close(fd)
+    slots = sorted(entries, key=lambda slot: entries[slot].num_tokens)
+    assert [entries[slot].num_tokens for slot in slots] == [16, 32, 48, 64, 74]
+    data = bytearray(file.read_bytes())
+    data[header.shape.data_start(header.num_slots) + slots[3] * header.shape.slot_bytes] ^= 1
+    file.write_bytes(data)
+    with LLM(llama, **options) as llm:
+        (again,) = llm.generate([prompt], GREEDY)
+        assert again.completions == first.completions and llm.stats.tiers.num_damaged == 1
+        assert again.num_cached_tokens == llm.stats.num_cached_prompt_tokens == 48
 
 
 def test_a_fine_tune_with_equal_headers_finds_nothing(tmp_path: Path, llama: str) -> None:

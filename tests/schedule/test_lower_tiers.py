@@ -40,9 +40,7 @@ def turns(busy: Harness, num_rounds: int, num_conversations: int = 4) -> None:
             histories[i] = history + new + tuple(busy.finished[first])
 
 
-def test_sequences_join_before_their_blocks_have_come_and_start_again_without_those_that_fail() -> (
-    None
-):
+def test_sequences_that_join_early_start_again_without_the_blocks_that_fail() -> None:
     """Whatever is in a block that fails after that, nothing that was attended
     with it is believed."""
     chance = random.Random(3)
@@ -88,6 +86,19 @@ def test_nothing_goes_down_that_nobody_has_hit() -> None:
         busy.arrive(0, (2,), 2, prompt=tuple(range(100 * number, 100 * number + 9)))
         busy.run_out()
     assert busy.lifecycle.scheduler.ledger.cache.stock.counts.num_stored == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_copying_ends_once_all_are_copied_or_none_can_be(fails: bool) -> None:
+    busy = keeping((100,), slots=100, made={"swap_threshold": 1.0})
+    busy.moves.fail = lambda: fails
+    turns(busy, 1)
+    stock = busy.lifecycle.scheduler.ledger.cache.stock
+    assert stock.is_copying or fails
+    for _ in range(20):
+        if stock.is_copying:
+            busy.turn(0)
+    assert not stock.is_copying and (stock.counts.num_stored > 0) is not fails
 
 
 def test_when_a_fetch_comes_in_time() -> None:

@@ -73,6 +73,8 @@ class Stock:
         self.rates = Rates(block_size)
         self.counts = TierCounts()
         self.fresh = FreshMemory(block_size)
+        self.is_due = False
+        """True if the next plan may copy more down: blocks were released, or copied."""
         self.peer_terms: tuple[float, float] = (60.0, 0.0)
         """Time-out in seconds, and bytes per second, of fetches from other engines (``Fetch``)."""
 
@@ -157,6 +159,7 @@ class Stock:
         if for_good:
             index.make_void(keys)
             self._drop_below(holder, filter(index.is_stored, keys))
+        self.is_due = True
         self.forget(holder, index.release(keys, self.now_s()))
 
     def evict(self, holder: HolderId, count: int) -> None:
@@ -208,6 +211,12 @@ class Stock:
     def has_lower(self) -> bool:
         """True if any holder has a lower tier."""
         return any(index.num_slots for index in self._indices)
+
+    @property
+    def is_copying(self) -> bool:
+        """True if blocks are copied down, or the next plan may begin to."""
+        is_due = self.is_due or any(not job.is_fetch for job in self.jobs.values())
+        return is_due and self.has_lower
 
     def stocked(self, holder: HolderId, num_slots: int, blocks: Mapping[bytes, int]) -> None:
         """Note a holder's lower tier, and what it has: key → tokens up to the block's end."""
@@ -301,6 +310,7 @@ class Stock:
         elif not job.source:
             counts.num_stored += num_done
             counts.stored_bytes += done.num_bytes
+            self.is_due |= num_done > 0  # else it would try a full disk for ever
         return bad
 
     def look_whether_fetching_pays(self) -> None:

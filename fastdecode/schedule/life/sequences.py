@@ -96,6 +96,8 @@ class SequenceRecord:
     """Its start, while blocks of it are fetched."""
     awaits: set[int] = field(default_factory=set)
     """Jobs that fetch them."""
+    is_counted: bool = False
+    """True if it is known how many tokens it was spared (``num_reused``)."""
 
     def stop_awaiting(self) -> None:
         """Note that it waits for no blocks."""

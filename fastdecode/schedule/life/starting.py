@@ -102,8 +102,9 @@ class Starting:
         if start.parent is None and not start.is_handed:
             self._table.counts.num_cached_prompt_tokens += start.num_shared_tokens
             self._table.counts.num_gap_tokens += len(start.gap)
-            if life.state is SequenceState.WAITING:
+            if not life.is_counted:
                 sequence.num_reused = min(start.num_shared_tokens, sequence.num_prompt_tokens)
+        life.is_counted = True
         num_leading = start.num_shared_tokens - len(start.behind_gap)
         self._table.cache(life, num_leading, start.behind_gap)
         sequence.residence = start.residence
@@ -208,7 +209,7 @@ class Starting:
         if not start.is_handed:
             self._table.counts.num_cached_prompt_tokens -= start.num_shared_tokens
             self._table.counts.num_gap_tokens -= len(start.gap)
-        life.sequence.num_reused = 0
+        life.sequence.num_reused, life.is_counted = 0, life.sequence.num_generated > 0
         self._handing.started(life, has_failed=True)
         self._table.set_pending(life, PendingAction.REQUEUE)
         self._endings.settle(life)

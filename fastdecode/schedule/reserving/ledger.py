@@ -162,6 +162,7 @@ class BlockLedger:
         stock = self.cache.stock
         if not stock.has_lower:
             return
+        stock.is_due = False
         stock.look_whether_fetching_pays()
         for holder in self.holders.open:
             index, num_blocks = stock[holder], self.capacity.blocks(holder)
