@@ -58,7 +58,7 @@ def run_cache(args: argparse.Namespace) -> int:
         print(f"{path}: {found.conversations} conversation(s) cleared")
     else:
         lines = _lines(found)
-        print(*(lines[-1:] if args.verify else lines), sep="\n")
+        print(*([f"{path}: {lines[-1]}"] if args.verify else lines), sep="\n")
     return EXIT_NO if not args.clear and (found.damage or (args.verify and found.is_held)) else 0
 
 

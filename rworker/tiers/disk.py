@@ -41,10 +41,8 @@ def open_slots(directory: Path, shape: SlotShape, num_bytes: int) -> SlotFile:
     """
     num_slots = shape.num_slots_within(num_bytes)
     if not num_slots:
-        raise ConfigError(
-            f"{num_bytes} bytes on disk don't hold one KV block of {shape.slot_bytes} bytes: give "
-            "the cache more (--cache-disk-gb)"
-        )
+        why = f"{num_bytes} bytes on disk don't hold one KV block of {shape.slot_bytes} bytes"
+        raise ConfigError(f"{why}: give the cache more (--cache-disk-gb)")
     place = directory / shape.identity[:16]
     try:
         make_own_directory(directory)
@@ -107,7 +105,7 @@ def _open(path: Path, shape: SlotShape, num_slots: int) -> SlotFile | None:
     """Open a file, or make it. Return None if another process has it open."""
     while True:
         make_own_directory(path.parent)  # it goes with its last file
-        fd = os.open(path, FLAGS | os.O_CREAT, 0o600)
+        fd = os.open(path, FLAGS | os.O_RDWR | os.O_CREAT, 0o600)
         if not _lock_patiently(fd):
             os.close(fd)
             return None
@@ -213,34 +211,35 @@ def disk_of(directory: str | None, gigabytes: float | None, num_workers: int = 1
     if directory is None and gigabytes is None:
         return None
     if directory is None or gigabytes is None:
-        raise ConfigError(
-            Given("cache_disk"),
-            " and ",
-            Given("cache_disk_gb"),
-            " belong together: give both, or neither",
-        )
+        words = " and ", Given("cache_disk_gb"), " belong together: give both, or neither"
+        raise ConfigError(Given("cache_disk"), *words)
     if not 0 < gigabytes <= MOST_GB:
-        raise ConfigError(
-            Given("cache_disk_gb", gigabytes),
-            f" is not a number of GB above 0 and up to {MOST_GB:g}",
-        )
+        why = f" is not a number of GB above 0 and up to {MOST_GB:g}"
+        raise ConfigError(Given("cache_disk_gb", gigabytes), why)
     disk = Disk(Path(directory), int(gigabytes * 1e9))
     try:
         make_own_directory(disk.directory)
         stats = os.statvfs(disk.directory)
-        there = sum(file.lstat().st_blocks * 512 for file in slot_files(disk.directory))
+        there = sum(_room_of(path, disk.num_bytes) for path in slot_files(disk.directory))
     except OSError as error:
-        raise ConfigError(
-            Given("cache_disk", directory), f" can't be used: {error.strerror}"
-        ) from None
+        why = f" can't be used: {error.strerror}"
+        raise ConfigError(Given("cache_disk", directory), why) from None
     wanted, free_bytes = disk.num_bytes * num_workers, stats.f_bavail * stats.f_frsize + there
     if wanted > free_bytes:
-        raise ConfigError(
-            Given("cache_disk_gb", gigabytes),
-            f" for {num_workers} R-worker(s) is {wanted} bytes, but {free_bytes} are free in "
-            f"{directory}: ask for less, or make room",
-        )
+        found = f" for {num_workers} R-worker(s) is {wanted} bytes, but {free_bytes} are free in "
+        remedy = f"{directory}: ask for less, or make room"
+        raise ConfigError(Given("cache_disk_gb", gigabytes), found + remedy)
     return disk
+
+
+def _room_of(path: Path, num_bytes: int) -> int:
+    """Return the bytes that a file has for an R-worker: ``num_bytes`` if it was made for those."""
+    with contextlib.suppress(ConfigError, OSError):
+        fd, header, _, _ = read_slots(path)
+        os.close(fd)
+        if header.shape.num_slots_within(num_bytes) == header.num_slots:
+            return num_bytes
+    return path.lstat().st_blocks * 512
 
 
 def slot_files(directory: Path) -> list[Path]:

@@ -22,7 +22,7 @@ from rworker.tiers.format import PAGE_BYTES, Entry, SlotShape
 
 logger = logging.getLogger(__name__)
 
-FLAGS: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 Bytes: TypeAlias = NDArray[np.uint8]
 
 
@@ -182,7 +182,7 @@ def _open_direct(path: Path, fd: int, start: int) -> tuple[int, bool]:
     direct = getattr(os, "O_DIRECT", 0)
     if direct:
         with contextlib.suppress(OSError):
-            opened = os.open(f"/proc/self/fd/{fd}", (FLAGS & ~os.O_NOFOLLOW) | direct)
+            opened = os.open(f"/proc/self/fd/{fd}", (FLAGS & ~os.O_NOFOLLOW) | os.O_RDWR | direct)
             try:
                 os.preadv(opened, [page_buffer(PAGE_BYTES).data], start)
                 return opened, True

@@ -54,7 +54,7 @@ def damage(path: Path) -> None:
 
 
 def test_damage_is_found_and_refused(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(capsys, str(log), "--verify") == (0, "whole\n")
+    assert told(capsys, str(log), "--verify") == (0, f"{log}: whole\n")
     damage(log)
     code, text = told(capsys, str(log), "--verify")
     assert code == 1 and "turn 4 is damaged" in text

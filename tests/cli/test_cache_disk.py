@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +30,16 @@ def kept(tmp_path: Path) -> Path:
     assert tier.progress(job) == tier.num_layers and not job.failed
     tier.close()
     return tmp_path / "kept"
+
+
+def test_looks_where_nothing_may_be_written(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_read_only(path: Path, flags: int, *more: Any, really: Any = os.open) -> int:
+        if str(path).endswith(".kv") and flags & (os.O_RDWR | os.O_WRONLY):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return int(really(path, flags, *more))
+
+    monkeypatch.setattr(os, "open", open_read_only)
+    assert [main(["cache", str(kept), *more]) for more in ([], ["--verify"])] == [0, 0]
 
 
 def test_shows_verifies_and_clears(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -64,7 +65,6 @@ def fetched(directory: Path, blocks: list[int]) -> tuple[np.ndarray, set[int], D
 def test_blocks_are_found_again_after_a_restart(tmp_path: Path) -> None:
     stored(tmp_path, [3, 1, 7])
     slots = open_slots(tmp_path, SHAPE, QUOTA)
-    assert [(e.key, e.num_tokens) for e in slots.entries] != []
     assert {(e.key, e.num_tokens) for e in slots.entries} == {
         (key_of(n), 64 * (n + 1)) for n in (3, 1, 7)
     }
@@ -203,7 +203,9 @@ def test_a_disk_that_takes_nothing_is_asked_no_more(
     assert sum("can't be written" in record.message for record in caplog.records) == 1
 
 
-def test_a_disk_without_the_room_is_refused_with_both_numbers(tmp_path: Path) -> None:
+def test_a_disk_without_the_room_is_refused_with_both_numbers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"is 1000000000000000 bytes, but \d+ are free"):
         disk_of(str(tmp_path), 1e6)
     with pytest.raises(ConfigError, match="belong together"):
@@ -211,6 +213,12 @@ def test_a_disk_without_the_room_is_refused_with_both_numbers(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="cache_disk"):
         disk_of(str(tmp_path / "no" / "such"), 1.0)
     assert disk_of(None, None) is None
+    stored(tmp_path, [1])
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096))
+    assert disk_of(str(tmp_path), (QUOTA + 9) / 1e9) is not None, "its file is rounded down"
+    for num_bytes, num_workers in ((QUOTA + 9, 2), (QUOTA + 2 * SHAPE.slot_bytes, 1)):
+        with pytest.raises(ConfigError, match="are free"):
+            disk_of(str(tmp_path), num_bytes / 1e9, num_workers)
 
 
 _NO_ROOM = """
