@@ -135,7 +135,11 @@ class Conversations:
                 return
             now_s = self._clock()
             if self._store is not None:
-                self._store.append(conversation_id, name, history, step, now_s)
+                try:
+                    self._store.append(conversation_id, name, history, step, now_s)
+                except FastDecodeError as error:
+                    logger.warning("a turn fails, since it can't be kept: %s", error)
+                    raise
             self._kept[conversation_id] = Kept(history.then(step), now_s, salt)
             self._kept.move_to_end(conversation_id)
             self._expire()

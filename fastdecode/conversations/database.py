@@ -22,6 +22,7 @@ from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.os_errors import explained
 
 _BESIDE: Final = ("-wal", "-shm")
+_NUMBERS: Final = {"database or disk is full": errno.ENOSPC, "disk I/O error": errno.EIO}
 _VERSION: Final = 1
 _ERASE_BYTES: Final = 1 << 20
 _WAIT_S: Final = 0.2
@@ -105,11 +106,18 @@ def refusing(path: Path, what: str, place: str | Given = "place") -> Iterator[No
     except BlockingIOError:
         words = (f"another process keeps {what} in {path}: wait for it to end, or ", *words)
     except (OSError, sqlite3.OperationalError) as error:
-        shown = explained(error) if isinstance(error, OSError) else str(error)
-        words = (f"can't keep {what} in {path}: {shown}",)
+        words = (f"can't keep {what} in {path}: {reason_of(error)}",)
     except sqlite3.Error as error:
         words = (f"{path} is damaged ({error}), and not by a crash: restore the file, or ", *words)
     raise ConfigError(*words)
+
+
+def reason_of(error: OSError | sqlite3.Error) -> str:
+    """Return the system's or SQLite's reason, and what to do about it where that is known."""
+    number = _NUMBERS.get(str(error))
+    if number is not None:
+        error = OSError(number, os.strerror(number))
+    return explained(error) if isinstance(error, OSError) else str(error)
 
 
 @contextlib.contextmanager

@@ -86,9 +86,7 @@ class ReaderTurns:
                     self._conversations.leave(conversation_id)
             except FastDecodeError as failed:
                 # Only this turn fails, so it isn't the engine's error.
-                why = (
-                    f"the turn can't be kept, so the conversation is as it was before it: {failed}"
-                )
+                why = f"the turn can't be kept, so the conversation is as before it: {failed}"
                 error = not_kept = RequestError(why, code="conversation_not_kept")
         if error is not None:
             # Turns whose R-workers were lost may all be asked again.

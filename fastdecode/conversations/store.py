@@ -257,7 +257,7 @@ def _explaining(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        text = f"can't write the conversations in {path}: {error}"
+        text = f"can't write the conversations in {path}: {database.reason_of(error)}"
         raise FastDecodeError(text, code="output_failed") from None
 
 

@@ -235,7 +235,9 @@ def test_a_log_that_nobody_closed_is_let_go_of_and_a_closed_one_says_so(tmp_path
 
 
 @pytest.mark.parametrize("room", [0, 7, 90])
-def test_turn_without_room_leaves_the_conversation_unchanged(tmp_path: Path, room: int) -> None:
+def test_turn_without_room_leaves_the_conversation_unchanged(
+    tmp_path: Path, room: int, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "log"
     first = opened(path)
     talk(first, "a", 1, 2)
@@ -243,6 +245,7 @@ def test_turn_without_room_leaves_the_conversation_unchanged(tmp_path: Path, roo
         with pytest.raises(FastDecodeError, match=str(path)) as full:
             talk(first, "a", 3)
         assert tokens(first, "a") == [1, 2] and full.value.code == "output_failed"
+        assert "choose another disk" in str(full.value) and str(full.value) in caplog.text
     talk(first, "b", 9)
     talk(first, "a", 4)
     first.close()

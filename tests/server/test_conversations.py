@@ -17,6 +17,8 @@ import openai
 from server_process import CHECKPOINT, TALK, Server, model_server, scripted_server
 
 from fastdecode.cli.main import main
+from fastdecode.core.errors import FastDecodeError
+from fastdecode.server.http.errors import refused
 
 GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
 
@@ -47,27 +49,20 @@ def test_turns_streamed_and_whole_say_what_an_llm_says(tmp_path: Path) -> None:
     template.write_text(TALK)
     said = ["My secret code is 5132.", "Do you remember it?", "And the day?"]
     messages = [[{"role": "user", "content": each}] for each in said]
-    options: dict[str, Any] = {
-        "dtype": "float32",
-        "kv_memory_gb": 0.02,
-        "prefix_cache": "on",
-        "block_size": 16,
-    }
+    options: dict[str, Any] = {"dtype": "float32", "kv_memory_gb": 0.02, "prefix_cache": "on"}
     expected = []
-    with LLM(str(CHECKPOINT), **options) as llm:
+    with LLM(str(CHECKPOINT), **options, block_size=16) as llm:
         for new in messages:
-            (output,) = llm.chat(
-                [new], SamplingParams(**GREEDY), chat_template=template, conversation_id="c"
-            )
+            params = SamplingParams(**GREEDY)
+            (output,) = llm.chat([new], params, chat_template=template, conversation_id="c")
             assert output.error is None
             answered = output.completions[0].text, len(output.prompt_token_ids)
             expected.append((*answered, output.num_cached_tokens))
     assert expected[2][2] > expected[1][2] > 0
     got: dict[str, list[tuple[str, int, int]]] = {"whole": [], "streamed": []}
+    words = "--chat-template", str(template), "--prefix-cache", "on", "--block-size", "16"
     with (
-        model_server(
-            "--chat-template", str(template), "--prefix-cache", "on", "--block-size", "16"
-        ) as server,
+        model_server(*words) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="none", timeout=60) as client,
     ):
         for how, each in got.items():
@@ -106,9 +101,7 @@ def test_turns_of_one_conversation_come_one_after_another(server: Server) -> Non
     assert asyncio.run(ask()) == ([2, 8, 14, 20, 26], [2, 8])
 
 
-def test_a_turn_that_nobody_waits_for_leaves_everything_as_it_was(
-    server: Server, client: Any
-) -> None:
+def test_a_turn_whose_client_leaves_changes_nothing(server: Server, client: Any) -> None:
     turn(client, "left", [5, 6])
     for _ in range(3):
         stream = turn(client, "left", [7, 8], max_tokens=4000, stream=True)
@@ -136,6 +129,12 @@ def test_turns_that_fail_are_told_by_name_and_leave_everything_as_it_was(client:
             turn(client, "f", **more)
         assert (caught.value.code, caught.value.param) == (code, param)
     assert turn(client, "f", [7]).usage.prompt_tokens == 7
+
+
+def test_a_turn_that_cannot_be_kept_is_told_with_the_file_and_the_reason() -> None:
+    why = "can't write the conversations in cv/conversations.sqlite: No space left on device"
+    shown = refused(FastDecodeError(why, code="output_failed"))
+    assert (shown.status, shown.code) == (500, "conversation_not_kept") and why in str(shown)
 
 
 def test_what_is_forgotten_never_begins_anew(client: Any) -> None:

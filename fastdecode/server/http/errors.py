@@ -1,6 +1,6 @@
 """Errors as clients see them, in OpenAI's form.
 
-They show no prompt, answer, path or key. Of errors that aren't the client's they show the kind.
+They show no prompt, answer, key, or path but ``--conversations``, and of others' errors the kind.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ def refused(error: HttpRefusal | FastDecodeError) -> HttpRefusal:
     if error.code in _CODES:
         http, kind, code = _CODES[error.code]
     message = _WORDS.get(code) or (str(error) if is_theirs else "the engine has failed")
+    message += f": {error}" if code == "conversation_not_kept" else ""
     param = getattr(error, "param", None)
     return HttpRefusal(http, message, code, kind=kind, param=param, headers=headers)
 
