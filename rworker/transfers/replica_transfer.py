@@ -95,7 +95,7 @@ class ReplicaTransfer:
 
     def _keep(self, copy: _Copy, error: FastDecodeError) -> None:
         """Keep the previous replica, as the new one has failed. It may grow as much again."""
-        logger.warning("the replica of holder %d grows: %s", self._holder, error)
+        logger.warning("the replica of R-worker %d's KV cache grows: %s", self._holder, error)
         for each in self._copies[1:]:
             each.close()
         self._sink.abandon()
@@ -103,7 +103,7 @@ class ReplicaTransfer:
 
     def end(self, reason: str) -> Replicated:
         """Discard the replica, which has failed."""
-        logger.warning("holder %d has no replica any more: %s", self._holder, reason)
+        logger.warning("R-worker %d's KV cache no longer has a replica: %s", self._holder, reason)
         self._sink.discard()
         return unprotected(self._order, reason)
 
@@ -175,6 +175,7 @@ class _Copy:
         assert isinstance(answer, Welcome)
         if answer.num_blocks != hello.max_blocks:
             raise ProtocolError(
-                f"it has {answer.num_blocks} KV blocks for a replica of {hello.max_blocks}"
+                f"R-worker {answer.worker} has {answer.num_blocks} KV blocks for a replica of "
+                f"{hello.max_blocks}: give all R-workers the same --kv-memory-gb"
             )
         self._is_open = True
