@@ -131,9 +131,9 @@ class ZmqConnection:
             parts: list[Any] = [*self.route, frame.head]
             if 0 < frame.body_bytes <= _SMALL_BYTES:
                 start = aligned(len(frame.head))
-                parts[-1] = whole = self._codec.pool.take(start + frame.body_bytes)
-                whole[: len(frame.head)] = np.frombuffer(frame.head, np.uint8)
-                frame.write_body(whole.data, start)
+                parts[-1] = whole = self._codec.pool.take(start + frame.body_bytes).data
+                whole[: len(frame.head)] = frame.head
+                frame.write_body(whole, start)
             else:
                 for array in frame.arrays:
                     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
