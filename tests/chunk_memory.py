@@ -15,15 +15,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.blocks import ChunkForm
-from fastdecode.wire.messages import (
-    Accepted,
-    Attend,
-    AttendResult,
-    Hello,
-    Open,
-    Shutdown,
-    Welcome,
-)
+from fastdecode.wire.messages import Accepted, Attend, AttendResult, Hello, Open, Shutdown, Welcome
 from rworker.cache_state import CacheState
 from rworker.instructions import PlaceChunk, ReadChunk
 from rworker.stream.checks import places_of

@@ -8,15 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chunk_memory import (
-    ALL_KV,
-    KV,
-    READING,
-    WAIT_S,
-    Worker,
-    hello_for,
-    random_rows,
-)
+from chunk_memory import ALL_KV, KV, READING, WAIT_S, Worker, hello_for, random_rows
 from listening import listening
 from pulling import keys_of
 

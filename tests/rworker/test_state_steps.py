@@ -32,10 +32,7 @@ def test_a_step_is_planned_once_for_all_layers(worker: Worker) -> None:
     assert plan.slots.tolist() == [9, 12, 13, 14, 15, 16, 6, 7, 20]
     assert [
         table[: -(-n // 4)].tolist() for table, n in zip(plan.block_tables, [2, 9], strict=True)
-    ] == [
-        [2],
-        [0, 1, 5],
-    ]
+    ] == [[2], [0, 1, 5]]
     assert plan.query_starts.tolist() == [0, 1, 3]
     assert plan.query_positions.tolist() == [1, 7]
     assert plan.context_lens.tolist() == [2, 9]

@@ -182,10 +182,7 @@ def test_a_cache_with_a_replica_is_not_rolled_back_behind_its_back() -> None:
     peers.say(S_WORKER, under_way)
     told, *followed = peers.say(S_WORKER, take((1, 5), (2, 2), holder=1))
     assert counts(told.message) == [5, 2]
-    assert [(one.holder, one.change) for one in followed] == [
-        (1, Close(3)),
-        (1, Truncate(2, 2)),
-    ]
+    assert [(one.holder, one.change) for one in followed] == [(1, Close(3)), (1, Truncate(2, 2))]
 
 
 def test_a_sequence_that_can_not_be_rolled_back_is_closed(peers: Peers) -> None:
