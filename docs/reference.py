@@ -169,7 +169,7 @@ EXITS = {
     1: "an unexpected failure; or the answers are complete, and the summary could not be written",
     2: "an option, a file or the model directory is wrong; nothing was done",
     3: "some requests failed; the others are done",
-    4: "all R-workers were lost, or one hung and the launcher had to end the job",
+    4: "all R-workers were lost, one hung and the launcher ended the job, or the launcher failed",
     5: "a server's HTTP process ended",
     130: "interrupted; `run-batch --resume` continues",
 }

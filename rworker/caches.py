@@ -89,7 +89,7 @@ class Caches:
         holder = HolderId(hello.holder)
         present = self._caches.get(holder)
         if present is not None and not _may_replace(present, peer, hello):
-            raise _busy(present, f"holder {holder} serves another S-worker")
+            raise _busy(present)
         free_bytes = self._kv_bytes - sum(cache.num_bytes for cache in self if cache is not present)
         if is_on_disk:
             free_bytes = hello.max_blocks * block_bytes
@@ -98,8 +98,7 @@ class Caches:
         except CapacityError:
             for cache in self:
                 if cache.owner != peer:
-                    reason = "it serves another S-worker, which has its memory"
-                    raise _busy(cache, reason) from None
+                    raise _busy(cache) from None
             raise
         books = CacheState(hello, num_blocks, max_sequences=self._max_sequences)
         num_bytes = 0 if is_on_disk else num_blocks * block_bytes
@@ -219,8 +218,8 @@ class Caches:
         return dropped
 
 
-def _busy(cache: HolderCache, reason: str) -> ProtocolError:
-    """Return why a peer can't have another's cache. ``reason``: text if that is in use."""
+def _busy(cache: HolderCache) -> ProtocolError:
+    """Return why a peer can't have another's cache, or its memory."""
     if cache.is_kept:
         left = f"{cache.kept_for_s:.0f} s more" if math.isfinite(cache.kept_for_s) else "a while"
         return ProtocolError(
@@ -229,7 +228,8 @@ def _busy(cache: HolderCache, reason: str) -> ProtocolError:
             "--overwrite with its output), or wait",
             code="session_kept",
         )
-    return ProtocolError(reason, code="busy")
+    why = "it is busy with another job: wait until that ends, or choose another R-worker"
+    return ProtocolError(why, code="busy")
 
 
 def _may_replace(present: HolderCache, peer: int, hello: Hello) -> bool:

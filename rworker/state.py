@@ -38,6 +38,7 @@ from fastdecode.wire.blocks import (
     UseTier,
 )
 from fastdecode.wire.messages import (
+    REFUSALS,
     AboutCaches,
     Accepted,
     Attend,
@@ -162,8 +163,8 @@ class RWorkerState:
         try:
             return self._dispatch(peer, message)
         except FastDecodeError as error:
-            text = f"{type(message).__name__}: {error.message}"
-            return Send(peer, Failed(self.name, error.code, text)), HangUp(peer)
+            kind = "" if error.code in REFUSALS else f"{type(message).__name__}: "
+            return Send(peer, Failed(self.name, error.code, kind + error.message)), HangUp(peer)
 
     def cache_of(self, peer: int, holder: int = THE_ONLY) -> HolderCache:
         """Return a peer's cache, for an S-worker that attends in it without messages.
@@ -284,7 +285,7 @@ class RWorkerState:
         if self._serving.model_hash not in (None, hello.model_hash) and not peer.only_looks:
             raise ProtocolError(
                 f"the S-worker runs the model {hello.model_hash}, this R-worker is kept for "
-                f"{self._serving.model_hash}",
+                f"{self._serving.model_hash}: start it with another --model-hash, or without",
                 code="model_mismatch",
             )
         kv = hello.kv

@@ -18,6 +18,7 @@ from fastdecode.core.host.facts import this_host
 from fastdecode.wire.blocks import BlockData, Inventory
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import (
+    REFUSALS,
     AttendResult,
     Failed,
     FromRWorker,
@@ -177,7 +178,10 @@ class RWorker:
     def _answer(self, to: int, message: FromRWorker) -> None:
         if isinstance(message, Failed):
             name, peer = self.state.name, self.peers.connections[to].peer
-            logger.error("R-worker %s gives up on %s: %s", name, peer, message.message)
+            say, does = logger.error, "gives up on"
+            if message.code in REFUSALS:
+                say, does = logger.warning, "refuses"
+            say("R-worker %s %s %s: %s", name, does, peer, message.message)
         self._send(to, message)
 
     def _send(self, to: int, message: FromRWorker) -> None:
@@ -196,8 +200,7 @@ class RWorker:
         match instruction:
             case TellAboutHost(to, num_threads, kv_bytes, model_hash):
                 offered = num_threads, kv_bytes, model_hash
-                report = Report(self.state.name, this_host(), *offered)
-                self._send(to, report)
+                self._send(to, Report(self.state.name, this_host(), *offered))
             case PlaceChunk():
                 executor.place(instruction)
             case SendBlocks(to, is_there, read):
@@ -468,10 +471,6 @@ def start_worker_thread(
         finally:
             peers.close()  # or a later caller would wait for ever
 
-    thread = threading.Thread(
-        target=run,
-        name=f"rworker-{name}",
-        daemon=True,
-    )
+    thread = threading.Thread(target=run, name=f"rworker-{name}", daemon=True)
     thread.start()
     return WorkerThread(name, here, thread, peers)

@@ -12,14 +12,7 @@ import pytest
 from messages_for_tests import answer, attend, from_r_worker, packed_attend, same, to_r_worker
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.messages import (
-    Accepted,
-    Attend,
-    Close,
-    FromRWorker,
-    Open,
-    ToRWorker,
-)
+from fastdecode.wire.messages import Accepted, Attend, Close, FromRWorker, Open, ToRWorker
 from fastdecode.wire.transport import CLOSED, TIMEOUT, Hub
 
 WAIT_S = 60.0

@@ -155,8 +155,7 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
     from fastdecode.core.host.machine import default_kv_bytes
     from rworker.measure import Effort, Host, measure_r_part
 
-    asked = read_options(args, RMeasurement)
-    spec = read_model(args.model)
+    asked, spec = read_options(args, RMeasurement), read_model(args.model)
     kv_dtype = dtype = spec.choose_dtype(asked.dtype)
     if asked.kv_dtype != "auto":
         kv_dtype = DType.parse(asked.kv_dtype, option="kv_dtype", of_kv=True, or_auto=True)
@@ -195,8 +194,7 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
     from fastdecode.core.measurement import NetProfile
     from fastdecode.measure.link import measure_link
 
-    asked = read_options(args, NetMeasurement)
-    spec = read_model(args.model)
+    asked, spec = read_options(args, NetMeasurement), read_model(args.model)
     dtype = spec.choose_dtype(asked.dtype)
     kv, batches = spec.kv_spec(dtype, LINK_BLOCK_SIZE), asked.batches or (1, 16, 64, 256, 1024)
     with (

@@ -19,7 +19,13 @@ from typing import Any, Final, TypeVar
 from msgspec import Struct, structs
 
 from fastdecode.cli.launch import find_mpirun, vendor_of_mpirun
-from fastdecode.cli.options import EXIT_NO, add_exit_code_option, add_options, read_options
+from fastdecode.cli.options import (
+    EXIT_NO,
+    add_exit_code_option,
+    add_options,
+    as_typed,
+    read_options,
+)
 from fastdecode.conversations.store import FILE, inspect
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.options import option, switch
@@ -45,7 +51,7 @@ from fastdecode.wire.ranks import S_RANK, StageRanks, launched_size
 T = TypeVar("T")
 _LEVELS = ("PASS", "WARN", "FAIL")
 _LITTLE_DISK_GB = 0.5
-_REACH_TIMEOUT_S: Final = 5.0
+_REACH_TIMEOUT_S: Final = 6.0  # after 5, ZeroMQ reports a peer that connects and does not answer
 _TCP_INTERFACE = "OMPI_MCA_btl_tcp_if_include"  # Open MPI's variable for its network
 
 
@@ -98,7 +104,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     hosts: list[HostFacts] = []
     workers: list[WorkerFacts] = []
     neighbours: list[NeighbourFacts] = []
-    for found in _examine(options, read_options(args, RankOptions), hosts, workers, neighbours):
+    for found in _examine(options, args, hosts, workers, neighbours):
         findings.append(found)
         if not options.json:
             print(f"{found.level}  {found.check}: {found.text}", flush=True)
@@ -115,16 +121,16 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 def _examine(
     options: DoctorOptions,
-    rank: RankOptions,
+    args: argparse.Namespace,
     hosts: list[HostFacts],
     workers: list[WorkerFacts],
     neighbours: list[NeighbourFacts],
 ) -> Iterator[Finding]:
-    """Yield findings, each as soon as it is known. Fill ``hosts`` (this one), ``workers`` and
-    ``neighbours``.
+    """Yield each finding once it is known. Fill ``hosts`` (this one), ``workers``, ``neighbours``.
 
     In the ranks of an MPI job but the first, serve as an R-worker and do not return.
     """
+    rank = read_options(args, RankOptions)
     model = None if options.model is None else ModelFacts.read(options.model)
     if options.compile:
         yield _compiled(options.model)
@@ -141,7 +147,7 @@ def _examine(
         except MissingExtraError as error:
             yield fail("transport", error.message, pip_command(error.extra))
         except FastDecodeError as error:
-            yield fail("transport", error.message)
+            yield fail("transport", as_typed(error, args.flags))
         hosts.append(here := this_host())  # once MPI's library is loaded
         yield _launcher()
         examined = _noting(examine_all([one for one, _ in asked]), workers)
@@ -149,8 +155,7 @@ def _examine(
         yield from judge(here, examined, model, lacks_for_triton(), ways, os.environ, cpu_quota())
         places = {one.peer: place for place, (one, _) in enumerate(asked)}
     workers.sort(key=lambda facts: places[facts.peer])
-    num_hosts = len({w.report.host.host for w in workers if w.report is not None})
-    yield _interfaces(here, num_hosts)
+    yield _interfaces(here, len({x.report.host.host for x in workers if x.report is not None}))
     if options.conversations is not None:
         yield _conversations(options.conversations)
     if options.cache_disk is not None:
@@ -274,12 +279,13 @@ def _reach_all(
         silence_s=Cluster.worker_silence_s,
         min_workers=0,
         reach_timeout_s=_REACH_TIMEOUT_S,
+        retries=False,
     )
     # Without a Shutdown: they wait for their job.
     opened.callback(workers.close, range(len(addresses)), 5.0)
     found: list[RConnection | WorkerFacts] = list(workers.hub.connections)
     for i, error in workers.absent.items():
-        found[i] = WorkerFacts(f"R-worker {addresses[i]}", error=error.message)
+        found[i] = WorkerFacts(f"R-worker {addresses[i]}", error=error.message, code=error.code)
     return list(zip(found, addresses, strict=True))
 
 

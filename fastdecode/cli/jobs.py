@@ -179,9 +179,8 @@ def run_run_batch(args: argparse.Namespace) -> int:
             tell("fastdecode run-batch: nothing is left to do")
         else:
             before_ending(lambda _: tell(f"to continue: {resume_command(args.argv)}"))
-            progress = Progress(sys.stderr)
-            stopping = Stopping(options.grace_s)
-            result, code = _run(job, args, stopping, progress, session=job.session)
+            stop = Stopping(options.grace_s)
+            result, code = _run(job, args, stop, Progress(sys.stderr), session=job.session)
     failed = f", {result.num_failed} of them with an error" if result.num_failed else ""
     tell(
         f"fastdecode run-batch: {result.num_done} of {result.num_lines} lines are answered in "

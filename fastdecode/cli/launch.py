@@ -106,8 +106,7 @@ def run_launch(args: argparse.Namespace) -> int:
         command, job.instances = [*command, "--instances", placed], [placed]
     if hosts is None:
         if not instances:
-            counts = "how many R-workers each of them gets: A:2,B:2"
-            raise ConfigError(f"--hosts is missing: give the hosts, and {counts}")
+            raise ConfigError("--hosts is missing: give the hosts and their R-workers: A:2,B:2")
         hosts = (JobHost("localhost", sum(each.num_places for each in instances)),)
     if job.command in _OF_INSTANCES and job.prompt_pp and not instances:
         instances, hosts = _prompts_apart(job, hosts)
@@ -259,8 +258,8 @@ def _truthful(mpirun_code: int, report: Path | None, *, was_stopped: bool) -> in
     the S-worker died.
     """
     code = mpirun_code if mpirun_code >= 0 else 128 - mpirun_code
-    if report is None:
-        return code
+    if report is None:  # other codes than ours are a signal's, or of a launcher that failed
+        return code if code in (*range(6), EXIT_INTERRUPTED) else EXIT_WORKERS_LOST
     try:
         return int(report.read_text())
     except (OSError, ValueError):

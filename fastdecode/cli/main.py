@@ -146,8 +146,7 @@ def _note(code: int, path: Path) -> None:
 
 
 def _run(args: argparse.Namespace, argv: list[str]) -> int:
-    args.started_s = time.perf_counter()
-    args.argv = argv
+    args.started_s, args.argv = time.perf_counter(), argv
     logging.basicConfig(
         level=args.log_level.upper(),
         stream=sys.stderr,

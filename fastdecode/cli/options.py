@@ -148,6 +148,8 @@ def as_typed(error: FastDecodeError, flags: Mapping[str, str]) -> str:
             return str(given)
         if not given.has_value or given.value is True:
             return flag
+        if isinstance(given.value, (list, tuple)) and given.value:  # of an option that is repeated
+            return " ".join(f"{flag} {each}" for each in given.value)
         return f"{flag} {given.shown.strip(chr(39)) or given.shown}"
 
     return error.told(typed)

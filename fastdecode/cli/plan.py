@@ -166,8 +166,7 @@ def _question(args: argparse.Namespace) -> Question:
     from cost_model.goodput.simulator import Load
     from cost_model.goodput.slo import Slo
 
-    nodes = read_options(args, Nodes)
-    arrivals = read_options(args, Arrivals)
+    nodes, arrivals = read_options(args, Nodes), read_options(args, Arrivals)
     slo = Slo.parse(args.slo, args.attainment)
     draw, rate, described = _drawn(arrivals) if arrivals.trace is None else _traced(arrivals)
     if rate is None:

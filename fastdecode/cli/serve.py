@@ -137,8 +137,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def _start(args: argparse.Namespace, signals: Signals) -> int:
-    config = check_engine_options(args)
-    options = read_options(args, ServeOptions)
+    config, options = check_engine_options(args), read_options(args, ServeOptions)
     check_paths(STANDARD, status=args.status)
     keys = key_hashes(options)
     try:

@@ -238,8 +238,7 @@ def _print_choices(
             named = replace(parts, gpu=name) if kind == "gpu" else replace(parts, cpu=name)
             return read_setup(args, named, hardware, workload)
 
-        setups = ((name, setup_of(name)) for name in names)
-        ways = choose(setups, goal, plan, prices, by)
+        ways = choose(((name, setup_of(name)) for name in names), goal, plan, prices, by)
         what = f"each {kind.upper()}"
     ways = replace(ways, found=sort_choices(ways.found, by))
     if args.json:

@@ -45,8 +45,7 @@ class ChromeTrace:
 
     def __init__(self, out: IO[bytes], start_s: float, max_bytes: int = MAX_TRACE_BYTES) -> None:
         self._out: IO[bytes] | None = out
-        self._start_s = start_s
-        self._room = max_bytes
+        self._start_s, self._room = start_s, max_bytes
         self._rows: set[_Row] = set()
         self._free_s: dict[int, float] = {}  # end of each R-worker's last span
         self._write(b"[\n")

@@ -28,13 +28,19 @@ from fastdecode.measure.link import (
     expect,
     measure_link,
 )
-from fastdecode.wire.messages import Inspect, Report
+from fastdecode.wire.messages import REFUSALS, Inspect, Report
+from fastdecode.wire.transport import CLOSED
 from fastdecode.wire.zmq.hub import io_threads_for
 from rworker.binding import parse_cpu_list
 
 ANSWER_TIMEOUT_S: Final = 30.0
 SLOW_ROUND_TRIP_S: Final = 1e-3  # of a layer; above it, two lanes wait with most models
 SLOW_BYTES_PER_S: Final = 0.5e9
+_FASTER: Final = (
+    "give R-workers CPUs of their own, and have hosts use the fast network (launch --interface "
+    "NET; with --r-worker, its addresses)"
+)
+_WITH_REMEDY: Final = REFUSALS | {CLOSED, "worker_unreachable"}  # errors that say what to do
 _BATCHES: Final = (1, 64)
 # A probe with wide queries and one KV head is large on the wire and small in memory.
 _PROBE: Final = AttentionSpec(32, 1, 128, scale=1.0)
@@ -71,12 +77,13 @@ class LinkFacts:
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """An R-worker, and the error if it did not answer or could not be measured."""
+    """An R-worker, and the error and its code if it did not answer or could not be measured."""
 
     peer: str
     report: Report | None = None
     link: LinkFacts | None = None
     error: str = ""
+    code: str = ""
 
 
 def examine_all(
@@ -95,13 +102,13 @@ def examine_all(
             one.send(Inspect())
             sent.append(one)
         except FastDecodeError as error:
-            yield WorkerFacts(one.peer, error=error.message)
+            yield WorkerFacts(one.peer, error=error.message, code=error.code)
     end_s = clock() + ANSWER_TIMEOUT_S
     for one in sent:
         try:
             well.append((one, expect(one.receive(max(0.0, end_s - clock())), Report)))
         except FastDecodeError as error:
-            yield WorkerFacts(one.peer, error=error.message)
+            yield WorkerFacts(one.peer, error=error.message, code=error.code)
     for connection, report in well:
         yield _with_link(connection, report, repeats)
 
@@ -112,7 +119,7 @@ def _with_link(connection: RConnection, report: Report, repeats: int) -> WorkerF
     try:
         times = measure_link(connection, kv, _PROBE, DType.FLOAT16, _BATCHES, repeats=repeats)
     except FastDecodeError as error:
-        return WorkerFacts(connection.peer, report, error=error.message)
+        return WorkerFacts(connection.peer, report, error=error.message, code=error.code)
     large = times.transfer[-1]
     io_s, num_bytes = _io_cpu_s() - before_s, bytes_exchanged(times.transfer, repeats)
     rate = num_bytes / io_s if io_s > 0 else None
@@ -184,7 +191,9 @@ def judge(
             reports.append(worker.report)
         if worker.error:
             check = "reach" if worker.report is None else "serve"
-            yield fail(check, f"{worker.peer}: {worker.error}", "restart it, and see its log")
+            text = worker.error if worker.peer in worker.error else f"{worker.peer}: {worker.error}"
+            mend = "" if worker.code in _WITH_REMEDY else "restart it, and see its log"
+            yield fail(check, text, mend)
         elif worker.link is not None:
             yield _link(worker.peer, worker.link)
             if worker.link.io_bytes_per_s is not None:
@@ -314,11 +323,7 @@ def _link(peer: str, link: LinkFacts) -> Finding:
     round_trip = seconds_text(link.round_trip_s)
     shown = f"{peer}: round trip {round_trip}, {link.bytes_per_s / 1e9:.2f} GB/s each way"
     if link.round_trip_s > SLOW_ROUND_TRIP_S or link.bytes_per_s < SLOW_BYTES_PER_S:
-        mend = (
-            "check that the fast network is used (launch --interface NET), and that ranks "
-            "don't share CPUs"
-        )
-        return warn("link", f"{shown}: slow", mend)
+        return warn("link", f"{shown}: slow", _FASTER)
     return ok("link", shown)
 
 
@@ -339,8 +344,7 @@ def _neighbour(way: NeighbourFacts, token_bytes: int | None) -> Finding:
         keeps_up = f"with --replicas 1 a replica keeps up with {rate}, and lags behind beyond"
     text = f"{shown}: {way.bytes_per_s / 1e9:.2f} GB/s; {keeps_up}"
     if way.bytes_per_s < SLOW_BYTES_PER_S:
-        mend = "have R-workers named by addresses of the fast network, with CPUs of their own"
-        return warn("neighbours", f"{text}: slow", mend)
+        return warn("neighbours", f"{text}: slow", _FASTER)
     return ok("neighbours", text)
 
 

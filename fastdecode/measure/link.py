@@ -85,8 +85,7 @@ def measure_link(
         WorkerError: If the R-worker refused, failed, or didn't answer in time.
     """
     few = replace(kv, num_layers=NUM_LAYERS)
-    hello = Hello("measured", few, (attention,) * NUM_LAYERS, activation_dtype)
-    connection.send(hello)
+    connection.send(Hello("measured", few, (attention,) * NUM_LAYERS, activation_dtype))
     expect(connection.receive(TIMEOUT_S), Welcome)
     transfer = []
     for batch in batches:
@@ -118,8 +117,7 @@ class _Peer:
         self, connection: RConnection, batch: int, spec: AttentionSpec, dtype: DType, clock: Clock
     ) -> None:
         self._connection, self._clock = connection, clock
-        self._ids = np.arange(batch, dtype=np.int64)
-        self._num_steps = 0
+        self._ids, self._num_steps = np.arange(batch, dtype=np.int64), 0
         self._weights = np.ones(WEIGHT_BYTES // 4, np.float32)
         all_heads = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
         shapes = [(batch, heads, spec.head_dim) for heads in all_heads]
@@ -212,8 +210,7 @@ def examine_neighbours(ring: Sequence[tuple[RConnection, str, int]]) -> Iterator
         try:
             for each in (member, members[(i + 1) % len(ring)]):
                 each.fill()
-            seconds = member.copy_to(address)
-            yield NeighbourFacts(*names, num_blocks * KV.block_bytes, seconds)
+            yield NeighbourFacts(*names, num_blocks * KV.block_bytes, member.copy_to(address))
         except FastDecodeError as error:
             yield NeighbourFacts(*names, error=error.message)
 

@@ -82,8 +82,7 @@ class InprocHub(Generic[SendT, ReceiveT]):
     """
 
     def __init__(self, clock: Clock = time.monotonic, *, keeps_places: bool = True) -> None:
-        self._clock = clock
-        self._keeps_places = keeps_places
+        self._clock, self._keeps_places = clock, keeps_places
         self._adding = threading.Lock()
         self.connections: Final[list[InprocConnection[SendT, ReceiveT]]] = []
         # None stands for a call of ``wake``.
@@ -96,8 +95,7 @@ class InprocHub(Generic[SendT, ReceiveT]):
     def close(self) -> None:
         """Close all connections, and further ones at once."""
         with self._adding:
-            self.is_closed = True
-            connections = list(self.connections)
+            self.is_closed, connections = True, list(self.connections)
         for connection in connections:
             connection.close()
 

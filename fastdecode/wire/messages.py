@@ -176,6 +176,10 @@ class Failed(Worded, frozen=True, tag=69):
     message: Text
 
 
+REFUSALS: Final = frozenset({"busy", "session_kept", "model_mismatch"})
+"""Codes of ``Failed`` of an R-worker that serves another job or model. Nothing is wrong with it."""
+
+
 class Hello(ForHolder, frozen=True, tag=1):
     model_hash: Text
     kv: KVSpec
@@ -297,8 +301,7 @@ class Attend(ForHolder, frozen=True, tag=6, eq=False):
         # Copies, since a part of the heads doesn't lie in one piece.
         q = np.ascontiguousarray(self.q[:, heads.q])
         k = np.ascontiguousarray(self.k[:, heads.kv])
-        v = np.ascontiguousarray(self.v[:, heads.kv])
-        return replace(self, q=q, k=k, v=v)
+        return replace(self, q=q, k=k, v=np.ascontiguousarray(self.v[:, heads.kv]))
 
     def join(self, answers: Sequence[Any]) -> AttendResult:
         results: Sequence[AttendResult] = answers

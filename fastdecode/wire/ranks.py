@@ -193,8 +193,7 @@ class StageRanks:
         Raises:
             ConfigError: If they can't be shared out to the stages.
         """
-        end = job_size if self.num_r_workers is None else self.end
-        r_ranks = range(self.s_ranks.stop, end)
+        r_ranks = range(self.s_ranks.stop, job_size if self.num_r_workers is None else self.end)
         each, left = divmod(len(r_ranks), self.num_stages)
         if each and not left:
             return r_ranks[stage * each : (stage + 1) * each]

@@ -180,8 +180,7 @@ class JoinedHub(Generic[SendT, ReceiveT]):
     """
 
     def __init__(self, *hubs: Hub[SendT, ReceiveT]) -> None:
-        self._hubs = hubs
-        self._next = 0
+        self._hubs, self._next = hubs, 0
         self._polled = [hub for hub in hubs[:-1] if isinstance(hub, PolledHub)]
 
     @property

@@ -101,8 +101,16 @@ def test_what_zeromqs_threads_carry_bounds_a_model(
 def test_a_slow_link_and_an_r_worker_that_is_not_there() -> None:
     assert found(GOOD, LinkFacts(5e-3, 5e9)) == {"link": "WARN"}
     assert found(GOOD, LinkFacts(5e-5, 1e8)) == {"link": "WARN"}
-    (reach, *_) = judge(HERE, [WorkerFacts("R-worker tcp://r0:5600", error="nobody there")])
-    assert reach.level == "FAIL" and "tcp://r0:5600: nobody there" in reach.text
+    here = "R-worker tcp://r0:5600"
+    (reach, *_) = judge(HERE, [WorkerFacts(here, error="crashed", code="worker_failed")])
+    assert (reach.level, reach.text) == ("FAIL", f"{here}: crashed") and "restart" in reach.mend
+
+
+@pytest.mark.parametrize("code", ["busy", "worker_unreachable", "connection_closed"])
+def test_an_error_with_a_remedy_gets_no_other(code: str) -> None:
+    error = "can't use R-worker r0: wait for it"
+    (found, *_) = judge(HERE, [WorkerFacts("R-worker r0", GOOD, error=error, code=code)])
+    assert (found.level, found.text, found.mend) == ("FAIL", error, "")
 
 
 class Asked:
@@ -131,7 +139,7 @@ def test_all_are_asked_at_once_and_each_finding_is_told_as_it_is_known() -> None
     asked.append(Asked("r2", story, GOOD))
     findings = judge(HERE, examine_all(asked))
     assert next(findings).text == "r1: nobody there" and story == ["Inspect to r0"]
-    assert next(findings).text.startswith("r0: r0 hasn't answered within 30 s")
+    assert next(findings).text.startswith("r0 hasn't answered within 30 s")
     assert story == ["Inspect to r0", "Inspect to r2", "r0 is waited for"]
     assert next(findings).check == "serve", "its link couldn't be measured"
     assert story[3] == "r2 is waited for"
@@ -172,6 +180,11 @@ def test_this_host_alone(capsys: pytest.CaptureFixture[str]) -> None:
     texts = {x["check"]: x["text"] for x in written["findings"]}
     assert "CPU(s) may be used" in texts["cores"] and "GB free" in texts["memory"]
     assert "no R-worker was asked" in texts["versions"]
+
+
+def test_a_wrong_address_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--r-worker", "127.0.0.1:1"]) == 1
+    assert "FAIL  transport: --r-worker 127.0.0.1:1 is not of the form" in capsys.readouterr().out
 
 
 @needs_mpi

@@ -42,7 +42,7 @@ FLAGS = {
         (
             (Given("r_worker_addresses", ["a", "b"]), ": too many"),
             "r_worker_addresses=['a', 'b']: too many",
-            "--r-worker ['a', 'b']: too many",
+            "--r-worker a --r-worker b: too many",
         ),
         # Texts stay what they are, and so do parameters that the command has no option for.
         (("the lanes of /device=3/kv_memory_gb=1",), "the lanes of /device=3/kv_memory_gb=1", None),

@@ -244,6 +244,11 @@ def test_exit_codes_of_mpirun_pass_through(generate: GenerateJob) -> None:
     assert (outcome.exit_code, outcome.orphans) == (2, []), outcome
 
 
+@pytest.mark.parametrize(("code", "truth"), [(0, 0), (2, 2), (130, 130), (255, 4), (-9, 4)])
+def test_exit_code_of_a_launcher_that_starts_no_rank(code: int, truth: int) -> None:
+    assert launch._truthful(code, None, was_stopped=False) == truth
+
+
 def test_ranks_are_told_the_line_that_launched_them(tmp_path: Path) -> None:
     mpirun, told = tmp_path / "mpirun", tmp_path / "told"
     mpirun.write_text(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -35,10 +36,11 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.transport import CLOSED
 from rworker.worker import start_worker_thread
 
-pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
+zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
-from fastdecode.wire.zmq.hub import ZmqHub
-from fastdecode.wire.zmq.keys import ClusterKey
+from fastdecode.wire.zmq import hub as zmq_hub  # noqa: E402
+from fastdecode.wire.zmq.hub import ZmqHub  # noqa: E402
+from fastdecode.wire.zmq.keys import ClusterKey  # noqa: E402
 
 WAIT_S = 120.0
 SPEC = AttentionSpec(4, 2, 20, scale=0.2)  # its kernels are compiled by other tests, too
@@ -162,14 +164,21 @@ def test_another_model_is_refused_naming_both() -> None:
 
 
 def test_nobody_at_the_address() -> None:
-    hub = ZmqHub()
-    hub.add("tcp://127.0.0.1:9")
-    error = hub.reach(0.3)[0]
-    assert (
-        "can't reach R-worker tcp://127.0.0.1:9 within 0.3 s: Connection refused" in error.message
-    )
-    assert error.code == "worker_unreachable"
-    hub.close()
+    with closing(ZmqHub()) as hub:
+        hub.add("tcp://127.0.0.1:9")
+        for timeout_s, retries, within in ((0.3, True, " within 0.3 s"), (math.inf, False, "")):
+            error = hub.reach(timeout_s, retries=retries)[0]
+            assert f"R-worker tcp://127.0.0.1:9{within}: Connection refused" in error.message
+            assert error.code == "worker_unreachable"
+
+
+def test_reach_a_silent_peer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq_hub, "_HANDSHAKE_S", 0.1)
+    monkeypatch.setitem(zmq_hub._OPTIONS, zmq.HANDSHAKE_IVL, 100)
+    with closing(socket.create_server(("127.0.0.1", 0))) as stopped, closing(ZmqHub()) as hub:
+        hub.add(f"tcp://127.0.0.1:{stopped.getsockname()[1]}")
+        message = hub.reach(WAIT_S)[0].message
+    assert message.startswith("can't reach R-worker tcp") and "silent: restart it if" in message
 
 
 def test_reach_a_refused_port_warns_before_the_deadline(caplog: pytest.LogCaptureFixture) -> None:
@@ -208,6 +217,7 @@ def test_a_wrong_key_is_told_at_once(tmp_path: Path) -> None:
         (["--key", "f"], "belong to --bind"),
         (["--bind", "tcp://*:1"], "every interface"),
         (["--bind", "tcp://10.0.0.1:1"], "needs a key"),
+        (["--bind", "tcp://no-such-host.invalid:1", "--key", "none"], "name an address of this"),
         (["--bind", "tcp://127.0.0.1:*", "--threads", "0"], "--threads 0"),
         (["--bind", "tcp://127.0.0.1:*", "--kv-memory-gb", "nan"], "--kv-memory-gb nan"),
         (["--bind", "tcp://127.0.0.1:*", "--silence-s", "nan"], "--silence-s nan"),

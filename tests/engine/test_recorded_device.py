@@ -72,10 +72,7 @@ def expected(path: Path) -> tuple[Tokens, int]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_engine_equal_tokens_and_no_races(
-    mode: str,
-    path: Path,
-    expected: tuple[Tokens, int],
-    monkeypatch: pytest.MonkeyPatch,
+    mode: str, path: Path, expected: tuple[Tokens, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps start with tokens that only the device knows. One of these ends its text."""
     monkeypatch.setattr(mixed_step, "_TIMED_FIRST", 0)
@@ -102,10 +99,7 @@ def test_engine_equal_tokens_and_no_races(
 
 @pytest.mark.parametrize("held_tokens", [0, 48])
 def test_equal_tokens_though_an_r_worker_is_lost(
-    held_tokens: int,
-    path: Path,
-    expected: tuple[Tokens, int],
-    monkeypatch: pytest.MonkeyPatch,
+    held_tokens: int, path: Path, expected: tuple[Tokens, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With tokens on their way, or in steps that were fed them."""
     crash_after(monkeypatch, {"r1": 16})

@@ -109,13 +109,7 @@ def test_the_device_is_named_when_a_model_is_loaded(llama: str) -> None:
     lines: list[str] = []
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=False),
-        LLM(
-            llama,
-            device="auto",
-            kv_memory_gb=0.01,
-            prefix_cache="auto",
-            progress=lines.append,
-        ),
+        LLM(llama, device="auto", kv_memory_gb=0.01, prefix_cache="auto", progress=lines.append),
     ):
         assert re.search(
             r"^loading .* on the CPU \(--device auto: torch sees no GPU; \d+\.\d GB of memory "

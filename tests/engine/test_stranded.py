@@ -28,7 +28,7 @@ from fastdecode.schedule.modes import make_scheduler
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.grammars import GrammarMasks
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker, Welcome
+from fastdecode.wire.messages import Failed, FromRWorker, Hello, Shutdown, ToRWorker, Welcome
 
 DEADLINE_S = 60.0
 
@@ -176,7 +176,10 @@ def test_a_loss_is_noticed_without_work_by_whoever_looks() -> None:
 
 
 class Willing:
-    """A connection to an R-worker that answers every ``Hello``."""
+    """A connection to an R-worker that answers every ``Hello``: by ``refusal``, if it has one."""
+
+    refusal: Failed | None = None
+    num_asked = 0
 
     peer = "R-worker r0"
     heard_s = None
@@ -190,7 +193,9 @@ class Willing:
 
     def send(self, message: ToRWorker) -> None:
         assert isinstance(message, Hello)
-        self._answers.append(Welcome("r0", 10, message.kv.block_size, 1))
+        Willing.num_asked += 1
+        welcome = Welcome("r0", 10, message.kv.block_size, 1)
+        self._answers.append(self.refusal or welcome)
 
     def receive(self, timeout_s: float | None = None) -> FromRWorker:
         raise AssertionError("nobody waits for it")
@@ -241,6 +246,19 @@ def test_every_time_it_is_waited_for_twice_as_long(timeout_s: float, longest: fl
     waited = [job.waits_s(serves_s=0.01) for _ in range(9)]
     doubling = [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0]
     assert waited == pytest.approx([min(each, longest) for each in doubling], abs=0.25)
+
+
+@pytest.mark.parametrize(("code", "num_asked"), [("model_mismatch", 7), ("busy", 80)])
+def test_refusal_for_another_model_is_asked_ever_less_often(
+    code: str, num_asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Willing, "refusal", Failed("r0", code, "no"))
+    monkeypatch.setattr(Willing, "num_asked", 0)
+    job, end_s = Job(300.0), 1080.0
+    while job.now_s < end_s:
+        assert not job.comes.look([0])
+        job.now_s += 0.25
+    assert Willing.num_asked == num_asked
 
 
 def test_one_that_has_served_for_long_comes_at_once() -> None:

@@ -118,10 +118,7 @@ ON_DEVICES = ("--device", "cpu", "--kv-placement", "gpu", "--cache-memory-gb", "
 
 @pytest.mark.parametrize(
     ("instances", "options"),
-    [
-        (("prefill:2:tp=2:pp=2", "decode:2:pp=2"), ()),
-        (("prefill:0", "decode:0:pp=2"), ON_DEVICES),
-    ],
+    [(("prefill:2:tp=2:pp=2", "decode:2:pp=2"), ()), (("prefill:0", "decode:0:pp=2"), ON_DEVICES)],
     ids=["R-workers", "devices"],
 )
 def test_each_instance_has_its_own_s_workers(

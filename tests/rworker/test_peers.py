@@ -32,7 +32,9 @@ class Peers(Worker):
     def refuses(self, peer: int, message: Any, reason: str, code: str = "protocol_error") -> None:
         send, hang_up = self.say(peer, message)
         assert isinstance(send, Send) and isinstance(send.message, Failed) and send.to == peer
-        assert send.message.code == code and reason in send.message.message
+        told, is_mistake = send.message.message, code == "protocol_error"
+        assert send.message.code == code and reason in told
+        assert told.startswith(f"{type(message).__name__}: ") is is_mistake
         assert hang_up == HangUp(peer)
 
 
@@ -65,7 +67,7 @@ def test_a_second_s_worker_for_a_holder_that_is_served_is_refused() -> None:
     worker = Peers()
     worker.greet(ONE, FEW)
     worker.say(ONE, Open(1, 8))
-    worker.refuses(OTHER, FEW, "holder 0 serves another S-worker", code="busy")
+    worker.refuses(OTHER, FEW, "it is busy with another job: wait until", code="busy")
     assert worker.lose(OTHER, may_return=False) == ()
     worker.step_from(ONE, step_of((1, 0, 3)))
 
@@ -73,9 +75,7 @@ def test_a_second_s_worker_for_a_holder_that_is_served_is_refused() -> None:
 def test_nor_is_there_memory_for_a_second_where_the_first_has_it_all() -> None:
     worker = Peers()
     worker.greet(ONE, HELLO)
-    worker.refuses(
-        OTHER, replace(HELLO, holder=1), "another S-worker, which has its memory", code="busy"
-    )
+    worker.refuses(OTHER, replace(HELLO, holder=1), "busy with another job", code="busy")
 
 
 def test_memory_is_free_again_when_its_owner_has_gone() -> None:
@@ -113,7 +113,7 @@ def test_a_reader_looks_and_changes_nothing() -> None:
     (told,) = worker.say(OTHER, Inspect())
     assert isinstance(told, TellAboutHost) and told.to == OTHER
     worker.refuses(OTHER, Open(2, 8), "a reader may not say that")
-    worker.refuses(OTHER, FEW, "serves another S-worker", code="busy")
+    worker.refuses(OTHER, FEW, "busy with another job", code="busy")
     nobody = np.zeros(0, np.int64), np.zeros(0, np.int32)
     worker.refuses(OTHER, TakeOver(7, *nobody, 0), "a reader may not say that")
     worker.refuses(OTHER, Replicate("r1", 1 << 20, 1, 60.0, 0), "a reader may not say that")
@@ -129,7 +129,8 @@ def test_whoever_only_looks_does_not_end_the_worker() -> None:
     worker.say(ONE, Inspect())
     worker.greet(ONE, HELLO)
     assert worker.lose(ONE, may_return=False) == (Drop(HolderId(0)),)
-    worker.refuses(OTHER, HELLO, "kept for another", code="model_mismatch")
+    mend = "kept for another: start it with another --model-hash, or without"
+    worker.refuses(OTHER, HELLO, mend, code="model_mismatch")
 
 
 def test_a_neighbours_replica_is_stored_and_never_steps() -> None:

@@ -136,11 +136,7 @@ def test_rows_of_a_stage_must_be_as_many() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "match"),
-    [
-        ({"num_layers": -5}, "num_layers"),
-        ({"dtype": "float7"}, "float7"),
-        ({"more": 1}, ""),
-    ],
+    [({"num_layers": -5}, "num_layers"), ({"dtype": "float7"}, "float7"), ({"more": 1}, "")],
 )
 def test_values_in_messages_are_held_to_their_own_rules(
     changes: dict[str, Any], match: str

@@ -32,9 +32,7 @@ def test_a_message_is_of_the_connection_that_it_came_over(
     assert ends[2].poll() == Open(1, 2)
 
 
-def test_no_hub_is_kept_waiting_by_another(
-    joined: tuple[JoinedHub[Any, Any], list[Any]],
-) -> None:
+def test_no_hub_is_kept_waiting_by_another(joined: tuple[JoinedHub[Any, Any], list[Any]]) -> None:
     hub, ends = joined
     for number in (0, 0, 2, 2):
         ends[number].send(Accepted(number))

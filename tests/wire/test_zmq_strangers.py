@@ -194,7 +194,7 @@ def test_peers_are_accepted_by_role_so_many_of_each(hub: ZmqHub) -> None:
             assert same(listener.receive_any(WAIT_S)[1], greeting)
         several = "it serves another S-worker (the S-worker at 127.0.0.1, the S-worker"
         assert several in refused(connections[3], HELLO, listener)
-        reader = "it serves another reader (the reader at 127.0.0.1)"
+        reader = "it serves another reader (the doctor at 127.0.0.1)"
         assert refused(connections[4], Inspect(), listener) == reader
         neighbour = replace(HELLO, role=Role.NEIGHBOUR)
         assert refused(connections[5], neighbour, listener) == "it takes no neighbour"

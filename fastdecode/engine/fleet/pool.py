@@ -23,6 +23,7 @@ from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.pending import Deadlines, PendingReplies
 from fastdecode.wire.blocks import MoveNews, ReplicationNews, UseTier
 from fastdecode.wire.messages import (
+    REFUSALS,
     Answer,
     AttendResult,
     Failed,
@@ -446,4 +447,5 @@ def last_words(connection: Connection[Any, Any]) -> Failed | None:
 
 
 def failure(name: str, failed: Failed) -> WorkerError:
-    return WorkerError(f"{name} failed: {failed.message}", code=failed.code)
+    what = "refuses this job" if failed.code in REFUSALS else "failed"
+    return WorkerError(f"{name} {what}: {failed.message}", code=failed.code)

@@ -30,8 +30,8 @@ from fastdecode.wire.transport import PeerLostError, timeout_error
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""Pause between two attempts where an R-worker answers, but refuses to serve; and after a
-replacement is lost again soon, doubled each time."""
+"""Pause between two attempts where an R-worker answers, but refuses to serve. It doubles each time
+after a replacement is lost again soon, and where one serves another model."""
 LONGEST_PAUSE_S = 60.0  # a replacement that serves longer is not lost "soon"
 
 
@@ -179,14 +179,19 @@ class HubReplacements:
         """Return True if no replacement is to be sought yet, since one was lost again soon."""
         pause, now = self._pauses[worker], self._clock()
         if pause.admitted_s is not None:
-            length_s = RETRY_S / 2
             if now - pause.admitted_s < LONGEST_PAUSE_S:
-                # When all are lost, the next attempt has to precede the time-out.
-                longest_s = min(LONGEST_PAUSE_S, self._deadlines.timeout_s / 4 or math.inf)
-                length_s = min(2 * pause.length_s, longest_s)
-                pause.until_s = now + length_s
-            pause.length_s, pause.admitted_s = length_s, None
+                self._lengthen(pause)
+            else:
+                pause.length_s = RETRY_S / 2
+            pause.admitted_s = None
         return now < pause.until_s
+
+    def _lengthen(self, pause: _Pause) -> None:
+        """Start a pause twice as long as the last one."""
+        # When all are lost, the next attempt has to precede the time-out.
+        longest_s = min(LONGEST_PAUSE_S, self._deadlines.timeout_s / 4 or math.inf)
+        pause.length_s = min(2 * pause.length_s, longest_s)
+        pause.until_s = self._clock() + pause.length_s
 
     def _hear(self, worker: int) -> None:
         """Take in what a candidate has sent, and greet it once it is connected."""
@@ -206,7 +211,7 @@ class HubReplacements:
                     candidate.welcome = answer
                 else:
                     what = getattr(answer, "message", type(answer).__name__)
-                    raise ProtocolError(f"says: {what}")
+                    raise ProtocolError(f"says: {what}", code=getattr(answer, "code", None))
             owes = candidate.welcome is None or candidate.makes_way > candidate.has_made_way
             deadlines = self._deadlines
             end = deadlines.while_greeting().end if owes else deadlines.silent_end
@@ -215,6 +220,8 @@ class HubReplacements:
                 self._give_up(worker, f"{connection.peer} {reason}")
         except ProtocolError as lie:
             self._give_up(worker, f"{connection.peer} {lie.message}")
+            if lie.code == "model_mismatch":  # it will serve no other model
+                self._lengthen(self._pauses[worker])
         except WorkerError as error:
             self._give_up(worker, error.message)
 

@@ -162,8 +162,7 @@ class RunningEngine:
         if self._device is not None:
             self._opened.callback(self._device.close)
         self._session = session if self.resolved.transport == "zmq" else None
-        layers = self.resolved.layers
-        pool, self._fleet = pools_of(self._workers, config, self._device, layers)
+        pool, self._fleet = pools_of(self._workers, config, self._device, self.resolved.layers)
         self._gone = pool.gone  # as it is, whenever they are closed
         if config.r_part.replicas and not self._workers.keepers:
             neighbour(
@@ -277,8 +276,7 @@ class RunningEngine:
             ConfigError: If one can't hold such a cache.
             WorkerError: If too few are there.
         """
-        welcomes = greet(self._fleet, hello)
-        lost = dict(self._fleet.lost)
+        welcomes, lost = greet(self._fleet, hello), dict(self._fleet.lost)
         if replacements is not None and lost:
             while not (found := replacements.look(lost)) and replacements.timeout_s == math.inf:
                 time.sleep(_LOOK_EVERY_S)
@@ -350,14 +348,12 @@ class RunningEngine:
             state.stats.attached = attach(fleet, scheduler.ledger.cache, session)
         elif session is not None:
             session.begin()
-        if replicas is not None:
-            replicas.begin()  # of what is attached, too
         if replicas is None:
             recovery = Recovery(state, replacements)
         else:
+            replicas.begin()  # of what is attached, too
             recovery = ReplicaRecovery(state, replicas, replacements)
-        extensions = self._extensions(state, times)
-        return Engine(s_worker, pipeline, state, recovery, extensions, trace)
+        return Engine(s_worker, pipeline, state, recovery, self._extensions(state, times), trace)
 
     def _extensions(self, state: EngineState, times: MeasuredTimes | None) -> list[Extension]:
         extensions: list[Extension] = []
@@ -375,8 +371,7 @@ class RunningEngine:
         if self._is_instance:
             config = self.resolved.config
             pace = (config.instances.fetch_gbps or 0.0) * 1e9 / 8, config.cluster.worker_timeout_s
-            exchange = KVExchange(state, self.spec, self._address_of, self._reading, *pace)
-            extensions.append(exchange)
+            extensions.append(KVExchange(state, self.spec, self._address_of, self._reading, *pace))
         if self._session is not None:
             extensions.append(Recorder(self._session, state.lifecycle.sequences))
         return extensions

@@ -107,8 +107,7 @@ def mirror_leader(
         make_kv = None
         if resolved.transport == "local":
             ranks.agree(resolved.memory.kv_bytes)
-            own_spec = stage_spec(planned, resolved.layers[stage])
-            make_kv = _KeptByRank(own_spec, resolved, ranks)
+            make_kv = _KeptByRank(stage_spec(planned, resolved.layers[stage]), resolved, ranks)
         step_graphs = prepare(model, resolved, ranks)
     mirror(spec, model, ranks, step_graphs, make_kv)
     ranks.close()

@@ -145,8 +145,7 @@ def resolve(
     identity = identify(config, spec)
     config, why_placed = place(config, spec, identity, _machine(config, identity, free))
     placement = config.r_part.kv_placement
-    device = choose_device(config.s_part.device, rank)
-    transport = transport_of(config)
+    device, transport = choose_device(config.s_part.device, rank), transport_of(config)
     # Where S-part and R-part share their hardware, lanes get into each other's way, and a sole
     # R-worker needs no thread. With KV on both sides one lane begins, the home lane.
     shares_cores = transport == "inproc" and device.type == "cpu"

@@ -133,8 +133,7 @@ class StageSetup:
         with typed_start():
             blocks = self._greet(workers, fleet, replace(greeting, resumes=asked.resumes))
             attention = make_attention(workers, fleet, self.own_spec, resolved, s_worker, None)
-        welcome = StageWelcome(self.number, blocks, session, tuple(addresses))
-        links.tell(FIRST_STAGE, welcome)
+        links.tell(FIRST_STAGE, StageWelcome(self.number, blocks, session, tuple(addresses)))
         regreeting = self._regreeting(workers, fleet, greeting, blocks)
         is_last = self.number + 1 == len(resolved.layers)
         stage = LaterStage(
@@ -227,8 +226,7 @@ def greet_stages(
         try:
             hellos[stage].check(welcome)
         except ProtocolError as lie:
-            what = f"{stage_name(stage)} {lie.message}"
-            raise WorkerError(what, code="stage_lost") from None
+            raise WorkerError(f"{stage_name(stage)} {lie.message}", code="stage_lost") from None
     return tuple(welcomes[stage] for stage in sorted(welcomes))
 
 
@@ -353,8 +351,7 @@ def serve_stage(
     Raises:
         ConfigError, ModelError: If it can't even reach the others.
     """
-    job = join()
-    checkpoint = open_checkpoint(config.model, config.s_part.load_format)
+    job, checkpoint = join(), open_checkpoint(config.model, config.s_part.load_format)
     spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
     resolved = resolve(config, spec)
     setup = StageSetup(checkpoint, spec, resolved, resolved.ranks.stage(job.rank))

@@ -254,6 +254,7 @@ def reach_addresses(
     min_workers: int = 1,
     reach_timeout_s: float = REACH_TIMEOUT_S,
     ends_them: bool = True,
+    retries: bool = True,
 ) -> Reached:
     """Reach R-workers at addresses, and wait for all of them for a while. Each decides its own
     memory and threads.
@@ -264,6 +265,7 @@ def reach_addresses(
         silence_s: Longest silence of one that is not lost.
         min_workers: Fewest that have to be present.
         ends_them: Closing shuts them down.
+        retries: See ``ZmqHub.reach``.
 
     Raises:
         ConfigError: If an address or the key can't be used.
@@ -279,7 +281,7 @@ def reach_addresses(
     try:
         for address in addresses:
             hub.add(address)
-        absent = hub.reach(reach_timeout_s)
+        absent = hub.reach(reach_timeout_s, retries=retries)
         if len(addresses) - len(absent) < min_workers:
             raise next(iter(absent.values()))
     except BaseException:
@@ -292,8 +294,7 @@ def reach_addresses(
                 _shut_down(connection)
         hub.close()
 
-    replacements = partial(HubReplacements, hub)
-    return Reached(hub, close, absent, replacements, addresses=tuple(addresses))
+    return Reached(hub, close, absent, partial(HubReplacements, hub), addresses=tuple(addresses))
 
 
 def _shut_down(connection: Connection[ToRWorker, FromRWorker]) -> None:

@@ -252,11 +252,8 @@ class MpiJob:
         self.left_s: Final[dict[int, float]] = {}
         """When each rank that is gone has left or died."""
         self.heard_s: Final[dict[int, float]] = {}  # when each rank last gave a sign of life
-        self._status = MPI.Status()
-        self._numbers = itertools.count()
-        self._left_s = 0.0
-        self._woken = threading.Event()
-        self._rests = False
+        self._status, self._numbers = MPI.Status(), itertools.count()
+        self._left_s, self._rests, self._woken = 0.0, False, threading.Event()
         threading.Thread(target=self._pump, name="mpi-pump", daemon=True).start()
 
     def open(self, rank: int, line: int | None) -> MpiConnection[Any, Any]:
@@ -481,8 +478,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
         """Connections with something to receive. The job's lock is held around its use."""
         self.silence_s: Final = silence_s
         self.connections: Sequence[MpiConnection[SendT, ReceiveT]] = ()
-        self._accepts = accepts
-        self._woken = None if is_hurried else threading.Event()
+        self._accepts, self._woken = accepts, None if is_hurried else threading.Event()
         self.on_left: Final[Callable[[], object]] = job.on_left if is_hurried else lambda: None
         """To be called when the caller does something else."""
         if is_hurried:
@@ -556,8 +552,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
                 self._job.waits_since = None
                 self.on_left()
         if found is None:
-            names = " or ".join(x.peer for x in ends if x.is_open)
-            raise timeout_error(names, timeout_s or 0.0)
+            raise timeout_error(" or ".join(x.peer for x in ends if x.is_open), timeout_s or 0.0)
         return found
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from errno import ENODEV
 from socket import gaierror
 from typing import Any, ClassVar, Final, TypeVar, get_args
 
@@ -64,6 +65,7 @@ _NOBLOCK: Final = int(zmq.NOBLOCK)
 _MORE_FOLLOWS: Final = int(zmq.SNDMORE | zmq.NOBLOCK)
 DEFAULT_SILENCE_S: Final = 5.0
 _LINGER_MS: Final = 2000
+_HANDSHAKE_S: Final = 5.0
 _OPTIONS: Final = {
     zmq.LINGER: _LINGER_MS,
     zmq.SNDHWM: 0,  # sending never waits; the protocol bounds what is under way
@@ -71,19 +73,19 @@ _OPTIONS: Final = {
     # one before they are read (its heartbeat asserts ``!_io_error``).
     zmq.RCVHWM: 0,
     zmq.MAXMSGSIZE: MAX_FRAME_BYTES + MAX_HEAD_BYTES,
-    zmq.HANDSHAKE_IVL: 5000,
+    zmq.HANDSHAKE_IVL: int(1000 * _HANDSHAKE_S),
 }
 _GONE: Final = "its process has ended, or is silent, or the network to it has failed"
+_NO_DETAIL: Final = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _REFUSED: Final[dict[int, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused our key: is --key the same file on every host?",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it doesn't speak our protocol: does only one side have a "
     "--key, or have both another key file?",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up while we shook hands: is --key the same on "
-    "both sides?",
+    _NO_DETAIL: "it closed the connection: is --key the same file on both sides?",
 }
+_SILENT: Final = "it is silent: restart it if it hangs or is stopped, else compare both --key"
 _EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | sum(_REFUSED)
-_PROMPT_S: Final = 0.5
-"""A peer that is not reached within this is asked why, over a TCP connection of its own."""
+_PROMPT_S: Final = 0.5  # then a peer that is not reached is asked why, over another TCP connection
 _MOST_TAKEN: Final = 100
 """Messages that a listener takes in before it looks at its connections, even in a flood."""
 _ROLES: Final[dict[type[Message] | None, Role]] = {
@@ -114,8 +116,7 @@ class ZmqConnection:
         self.loss = ""  # why the peer is lost
         self._asked_s = time.monotonic()
         self._end: WorkerError | None = None
-        self._hub = hub
-        self._codec = Codec(hub.receives)
+        self._hub, self._codec = hub, Codec(hub.receives)
         hub.made.add(self)
 
     @property
@@ -149,7 +150,7 @@ class ZmqConnection:
                 except zmq.ZMQError:
                     self._hub.take_in(self)
                     self.loss = self.loss or _GONE
-            raise WorkerError(f"{self.peer} is lost: {self.loss}", code=CLOSED)
+            raise self._lost()
 
     def receive(self, timeout_s: float | None = None) -> Any:
         received = self._hub.wait(self.poll, lambda: self.readable, timeout_s)
@@ -172,7 +173,7 @@ class ZmqConnection:
                         except Exception as error:
                             self._end = unreadable(self.peer, error)
                 elif self.loss:
-                    self._end = WorkerError(f"{self.peer} is lost: {self.loss}", code=CLOSED)
+                    self._end = self._lost()
                 else:
                     return None
             raise self._end
@@ -211,8 +212,14 @@ class ZmqConnection:
                 self.is_reached = True
             elif event in _REFUSED:
                 self.loss = _REFUSED[event]
+                if event == _NO_DETAIL and time.monotonic() - self._asked_s >= _HANDSHAKE_S:
+                    self.loss = _SILENT
             elif self.is_reached:  # a connection that breaks is over, though ZeroMQ would reconnect
-                self.loss = self.loss or _GONE
+                self.loss = self.loss or f"{_GONE}. If it has ended, start it again at this address"
+
+    def _lost(self) -> WorkerError:
+        what = f"{self.peer} is lost" if self.is_reached else f"can't reach {self.peer}"
+        return WorkerError(f"{what}: {self.loss}", code=CLOSED)
 
 
 class SocketHub:
@@ -237,12 +244,10 @@ class SocketHub:
         self.connections: list[ZmqConnection] = []
         self.made: weakref.WeakSet[ZmqConnection] = weakref.WeakSet()  # those without an index, too
         self.lock: Final = threading.RLock()  # held while a socket is used
-        self._key = key
-        self._silence_s = silence_s
+        self._key, self._silence_s = key, silence_s
         self._context: zmq.Context[Socket] = zmq.Context(num_io_threads)
         self._authenticator: ThreadAuthenticator | None = None
-        self._first = 0
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._first, self._bell = 0, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._bell)  # threads may wake a closed hub
 
     def take_in(self, connection: ZmqConnection) -> None:
@@ -406,9 +411,10 @@ class ZmqHub(SocketHub):
         if frames:
             connection.inbox.append(frames)
 
-    def reach(self, timeout_s: float) -> dict[int, WorkerError]:
+    def reach(self, timeout_s: float, *, retries: bool = True) -> dict[int, WorkerError]:
         """Wait until every peer has been reached, and log what keeps one from it. Return why each
-        of the others could not be, by index: for an unknown host or a refused key, at once."""
+        of the others could not be, by index: for an unknown host or a refused key, at once. Without
+        ``retries`` also for a refused connection."""
         reasons: dict[int, WorkerError] = {}
 
         def missing() -> dict[int, ZmqConnection]:
@@ -431,11 +437,10 @@ class ZmqHub(SocketHub):
                 what = f"can't reach {connection.peer}"
                 why = f"does {self.command} run there, and is the network open?"
                 why = explained(error) if error else why
-                if isinstance(error, gaierror) or not left_s:
-                    within = "" if isinstance(error, gaierror) else f" within {timeout_s:g} s"
-                    reasons[index] = WorkerError(
-                        f"{what}{within}: {why}", code="worker_unreachable"
-                    )
+                is_final = isinstance(error, gaierror if retries else OSError)
+                if is_final or not left_s:
+                    what += "" if is_final else f" within {timeout_s:g} s"
+                    reasons[index] = WorkerError(f"{what}: {why}", code="worker_unreachable")
                 elif error:
                     logger.warning("%s yet, trying for %g s more: %s", what, left_s, why)
         return reasons
@@ -467,8 +472,7 @@ class ZmqListener(SocketHub):
     ) -> None:
         check_address(address, key, parameter="bind")
         super().__init__(key, silence_s=silence_s)
-        self._name = name
-        self._most_peers = most_peers
+        self._name, self._most_peers = name, most_peers
         self._codec = Codec((Hello,))
         self._peers: dict[bytes, ZmqConnection] = {}  # by identity
         self._most_taken = _MOST_TAKEN
@@ -537,7 +541,8 @@ class ZmqListener(SocketHub):
         except Exception as error:  # of a peer that is not a member, perhaps
             self._refuse(identity, head, error)
             return None
-        peer = f"the {role.value} at {frames[0].get('Peer-Address')}"
+        who = "doctor" if kind is Inspect else role.value
+        peer = f"the {who} at {frames[0].get('Peer-Address')}"
         connection = ZmqConnection(self, peer, self._socket, [identity])
         connection.role = role
         closed = (index for index, other in enumerate(self.connections) if not other.readable)
@@ -559,4 +564,6 @@ class ZmqListener(SocketHub):
 
 def _unusable(parameter: str, address: str, error: zmq.ZMQError) -> ConfigError:
     reason = explained(OSError(error.errno, error.strerror))
+    if error.errno == ENODEV:
+        reason = "no host or network interface has this name: name an address of this host"
     return ConfigError(Given(parameter, address), f": {reason}")

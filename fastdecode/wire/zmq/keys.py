@@ -107,8 +107,7 @@ def secure(
     authenticator.start()
     members = SimpleNamespace(callback=lambda domain, public: public == key.public)
     authenticator.configure_curve_callback(_ZAP_DOMAIN, members)
-    socket.zap_domain = _ZAP_DOMAIN.encode()
-    socket.curve_server = True
+    socket.zap_domain, socket.curve_server = _ZAP_DOMAIN.encode(), True
     return authenticator
 
 
