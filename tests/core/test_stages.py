@@ -15,11 +15,7 @@ from fastdecode.core.model.stages import layers_of_stages, split_layers
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.integers(1, 30), min_size=1, max_size=9),
-    st.integers(1, 4),
-    st.integers(0, 60),
-)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=9), st.integers(1, 4), st.integers(0, 60))
 def test_no_other_cut_is_cheaper_or_as_cheap_and_more_even(
     costs: list[int], num_stages: int, head: int
 ) -> None:

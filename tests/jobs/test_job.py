@@ -324,12 +324,7 @@ def test_an_empty_file_is_no_work(make_job: Callable[..., Job]) -> None:
 
 def test_answers_are_synced_by_number_and_by_time(tmp_path: Path) -> None:
     now = [0.0]
-    out = journal.Journal(
-        tmp_path / "o",
-        sync_lines=3,
-        sync_s=5,
-        clock=lambda: now[0],
-    )
+    out = journal.Journal(tmp_path / "o", sync_lines=3, sync_s=5, clock=lambda: now[0])
     for _ in range(7):
         out.append(0, None, {})
     assert out.num_syncs == 2

@@ -17,21 +17,12 @@ from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.core.structured import StructuredOutputs
 from fastdecode.text.calls import Call, CallReader, HarmonyParser, Reasoning
-from fastdecode.text.chat_format import (
-    AnswerFormat,
-    AnswerParser,
-    ChatFormat,
-    PartsParser,
-)
+from fastdecode.text.chat_format import AnswerFormat, AnswerParser, ChatFormat, PartsParser
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
 from fastdecode.text.grammars import GrammarMasks, check_structured
 from fastdecode.text.lark import calls_rules, followable, types_of
-from fastdecode.text.reasoning import (
-    REASONING_FORMATS,
-    ReasoningFormat,
-    ReasoningSplitter,
-)
+from fastdecode.text.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningSplitter
 from fastdecode.text.tools import TOOL_FORMATS, Tools, tool_format
 
 PARAMETERS = {

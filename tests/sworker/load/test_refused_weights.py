@@ -17,11 +17,7 @@ from hypothesis import strategies as st
 from weight_files import copy_with, edit_config, load
 
 from examples import examples
-from fastdecode.core.errors import (
-    CapacityError,
-    CheckpointError,
-    ConfigError,
-)
+from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError
 from sworker.load.weights import load_model
 
 
