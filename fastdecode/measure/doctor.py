@@ -192,8 +192,8 @@ def judge(
         if worker.error:
             check = "reach" if worker.report is None else "serve"
             text = worker.error if worker.peer in worker.error else f"{worker.peer}: {worker.error}"
-            mend = "" if worker.code in _WITH_REMEDY else "restart it, and see its log"
-            yield fail(check, text, mend)
+            remedy = "" if worker.code in _WITH_REMEDY else "restart it, and see its log"
+            yield fail(check, text, remedy)
         elif worker.link is not None:
             yield _link(worker.peer, worker.link)
             if worker.link.io_bytes_per_s is not None:

@@ -52,7 +52,7 @@ THE_ONLY: Final = -1
 
 AnyT = TypeVar("AnyT")
 
-_ERRORS: Final[dict[str, type[FastDecodeError]]] = {
+ERRORS: Final[dict[str, type[FastDecodeError]]] = {
     kind.__name__: kind
     for kind in (
         RequestError, CapacityError, WorkerError, ModelError, ConfigError, FastDecodeError
@@ -111,18 +111,18 @@ else:
 
 def error_fields(error: object) -> tuple[str, str, str]:
     """Return kind, message and code of an error, as they travel: a subclass becomes the closest
-    kind of ``_ERRORS``. Raises TypeError: If it is another error."""
+    kind of ``ERRORS``. Raises TypeError: If it is another error."""
     if not isinstance(error, FastDecodeError):
         raise TypeError(f"{type(error).__name__} has no place in a message")
-    kind = next(each.__name__ for each in type(error).__mro__ if each.__name__ in _ERRORS)
+    kind = next(each.__name__ for each in type(error).__mro__ if each.__name__ in ERRORS)
     # UTF-8 has no lone surrogates, which a client's text may have.
     return kind, error.message.encode("utf-8", "replace").decode(), error.code
 
 
 def error_of(fields: Any) -> FastDecodeError:
     """Return the error that has these fields. Raises ValidationError: If a field is wrong."""
-    kind, message, code = convert(fields, tuple[Literal[tuple(_ERRORS)], str, str])  # type: ignore[misc]
-    return _ERRORS[kind](message, code=code)
+    kind, message, code = convert(fields, tuple[Literal[tuple(ERRORS)], str, str])  # type: ignore[misc]
+    return ERRORS[kind](message, code=code)
 
 
 def check_rows(first: Sized, **others: NDArray[Any] | None) -> None:

@@ -129,8 +129,8 @@ def test_whoever_only_looks_does_not_end_the_worker() -> None:
     worker.say(ONE, Inspect())
     worker.greet(ONE, HELLO)
     assert worker.lose(ONE, may_return=False) == (Drop(HolderId(0)),)
-    mend = "kept for another: start it with another --model-hash, or without"
-    worker.refuses(OTHER, HELLO, mend, code="model_mismatch")
+    remedy = "kept for another: start it with another --model-hash, or without"
+    worker.refuses(OTHER, HELLO, remedy, code="model_mismatch")
 
 
 def test_a_neighbours_replica_is_stored_and_never_steps() -> None:

@@ -176,7 +176,7 @@ class EngineConfig:
         if r_part.kv_placement == "auto" or not placed.num_r_workers:
             r_part = replace(r_part, kv_placement="r" if placed.num_r_workers else "gpu")
         if placed.role is InstanceRole.PREFILL and placed.num_r_workers == placed.pp:
-            r_part = replace(r_part, replicas=0)  # no stage has a second R-worker: run them again
+            r_part = replace(r_part, replicas=0)  # prompts of a lost R-worker are run again
         return replace(
             self,
             s_part=replace(self.s_part, tp=placed.tp, pp=placed.pp),

@@ -55,7 +55,7 @@ from fastdecode.wire.instances import InstanceHello, InstanceSays, InstanceWelco
 from fastdecode.wire.messages import Failed
 from fastdecode.wire.mpi.job import join
 from fastdecode.wire.ranks import InstanceRanks, launched_size, link_address, without_launcher
-from fastdecode.wire.traits import error_fields, error_of
+from fastdecode.wire.traits import ERRORS, error_fields
 
 if TYPE_CHECKING:
     from fastdecode.wire.zmq.hub import ZmqHub
@@ -300,7 +300,7 @@ def failure_of(error: FastDecodeError) -> dict[str, Any]:
 
 def _failure(kind: str, words: list[Any], code: str) -> FastDecodeError:
     given = (word if isinstance(word, str) else Given(*word) for word in words)
-    return type(error_of((kind, "", code)))(*given, code=code)
+    return ERRORS[kind](*given, code=code)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
