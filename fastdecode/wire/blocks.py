@@ -202,8 +202,7 @@ class Open(Reserving, frozen=True, tag=2):
     keys: Keys | None = None  # keys of cached blocks, in the order of their tokens
     gap_start: Tokens = 0
     gap_stop: Tokens = 0
-    """The gap, in tokens: whole blocks that are missing between cached ones. Equal if all are
-    cached."""
+    """The gap, in tokens: whole blocks missing between cached ones. Equal if all are cached."""
     parent_id: Annotated[int, Meta(ge=NO_PARENT, le=MAX_ID)] = NO_PARENT
     """Open sequence with at least ``num_tokens`` tokens, if it starts with these."""
     holder: CacheId = THE_ONLY

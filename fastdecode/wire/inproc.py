@@ -56,8 +56,7 @@ class InprocConnection(Generic[SendT, ReceiveT]):
             self._hub.arrive(self, closed_error(self.peer, by_peer=False))
 
     def deliver(self, message: ReceiveT | WorkerError) -> bool:
-        """Queue a message from the peer, or why none follows. Return False if this side is
-        closed."""
+        """Queue a message of the peer, or why none follows. Return False if this side is closed."""
         if not self.is_closed:
             self._hub.arrive(self, message)
         return not self.is_closed

@@ -7,8 +7,8 @@ Lines that both sides know have the same number on both. ::
 
     tag GOODBYE | (nothing)                 the rank leaves the job
     tag SIGN    | (nothing)                 the rank lives
-    line        | head, body                a small message
-    line + 1    | head         line | body  a large one
+    line        | head, body                a message of up to 256 KiB
+    line + 1    | head         line | body  a larger one, or a lent one from 64 KiB on
     line        | (nothing)                 this side has closed
 
 There is one probe for all ranks and lines, and any thread that looks takes in messages for all. A
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, get_args
 
 from fastdecode.core.errors import ConfigError, ProtocolError, WorkerError
 from fastdecode.wire.buffers import BufferPool, in_one_array
-from fastdecode.wire.codec import ALIGNMENT, MAX_BODY_BYTES, Array, Codec, kind_of
+from fastdecode.wire.codec import ALIGNMENT, MAX_BODY_BYTES, Array, Codec, aligned, kind_of
 from fastdecode.wire.messages import Failed, FromRWorker, Greeting, Message, ToRWorker
 from fastdecode.wire.mpi.job import load_mpi
 from fastdecode.wire.ranks import S_RANK, StageRanks, link_address
@@ -65,7 +65,8 @@ MEETING_LINE: Final = 12  # between S-workers of one stage, when the job begins
 
 _LINGER_S: Final = 2.0
 _LEAVING_S: Final = 5.0  # longest time for an S-worker to leave once rank 0 has left
-_INLINE_BYTES: Final = 1 << 16  # with a body of up to this size, a message travels in one piece
+_JOINED_BYTES: Final = 1 << 16  # most of a body that is joined to its head as bytes
+_COPIED_BYTES: Final = 1 << 18  # most of one that is copied behind its head into a buffer
 _GOODBYE, _SIGN = range(2)
 SIGN: Final = bytearray()  # what a sign of life sends
 _LINES: Final = range(16, 32_000, 2)
@@ -115,16 +116,19 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             self.job.let_go()
             if self.is_closed or self.is_gone:
                 raise closed_error(self.peer, by_peer=not self.is_closed)
-            if frame.body_bytes <= _INLINE_BYTES:
-                self.job.isend(self.rank, self.line, frame.in_one_piece())
+            if frame.body_bytes <= _JOINED_BYTES:
+                piece: Any = frame.in_one_piece()
             else:
-                self.job.isend(self.rank, self.line + 1, frame.head)
                 lends = message.lends  # type: ignore[union-attr]
-                body = in_one_array(frame.arrays, ALIGNMENT) if lends else None
-                if body is None:
-                    body = self.pool.take(frame.body_bytes)
-                    frame.write_body(body.data)
-                self.job.isend(self.rank, self.line, body)
+                piece = in_one_array(frame.arrays, ALIGNMENT) if lends else None
+                if piece is None:
+                    start = aligned(len(frame.head)) if frame.body_bytes <= _COPIED_BYTES else 0
+                    piece = self.pool.take(start + frame.body_bytes)
+                    piece.data[:start] = frame.head.ljust(start, b"\0")[:start]
+                    frame.write_body(piece.data, start)
+                if len(piece) == frame.body_bytes:
+                    self.job.isend(self.rank, self.line + 1, frame.head)
+            self.job.isend(self.rank, self.line, piece)
             if self.is_gone:
                 raise closed_error(self.peer, by_peer=True)
         self.hub.on_left()
@@ -158,8 +162,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
                 self.pool.release()
 
     def give_up(self) -> None:
-        """Close it, and have the launcher end the peer when this rank leaves, unless it is gone:
-        it hangs."""
+        """Close it. Unless it is gone, it hangs: the launcher ends it when this rank leaves."""
         if not self.is_gone:
             self.job.hanging.add(self.rank)
         self.close()
@@ -409,8 +412,7 @@ class MpiJob:
         return None if self.in_flight else True
 
     def wait_for_end(self, timeout_s: float | None = None) -> bool:
-        """Wait until rank 0 has left or died. Return False if it has died; else it decides the
-        exit code."""
+        """Wait until rank 0 has left, and return True; or until it has died, and return False."""
 
         def has_left() -> bool | None:
             self.advance()
