@@ -74,7 +74,6 @@ class Engine:
         self._state = state
         self._fleet = state.fleet
         self._lifecycle = state.lifecycle
-        self._stock = state.lifecycle.scheduler.ledger.cache.stock
         self.requests: Final[Requests] = state.requests
         self.stats: Final[EngineStats] = state.stats
         self._trace = trace
@@ -107,8 +106,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """True if a step would do anything: for requests, cancelled ones, or blocks to copy."""
-        return bool(self.requests) or self._has_pending or self._stock.is_copying
+        """True if a step would do anything: for requests, cancelled ones, or an extension."""
+        works = bool(self.requests) or self._has_pending
+        return works or any(extension.has_work for extension in self._extensions)
 
     @property
     def pause_s(self) -> float:
@@ -161,8 +161,7 @@ class Engine:
         return True
 
     def cancel_waiting(self, among: Container[str] | None = None) -> list[str]:
-        """Forget the requests, ``among`` these or all, of which nothing has run yet. Return their
-        ids."""
+        """Forget requests of which nothing has run yet, among these or all. Return their ids."""
         untouched = self._lifecycle.sequences.untouched_requests()
         waiting = [request_id for request_id in untouched if among is None or request_id in among]
         for request_id in waiting:

@@ -73,6 +73,11 @@ class Extension:
     """The answers of R-workers that it takes (``take``)."""
 
     @property
+    def has_work(self) -> bool:
+        """True if this feature needs steps though no request is open."""
+        return False
+
+    @property
     def idle_pause_s(self) -> float:
         """Seconds between two looks of this feature while nothing can run and nothing has
         happened. 0 if it needs none."""
@@ -86,8 +91,7 @@ class Extension:
         """Note that the number of lanes has changed. No step is in flight."""
 
     def listen(self) -> None:
-        """Look for external events, while no step is in flight and no answer is owed. Must not
-        wait."""
+        """Look for external events while no step is in flight and no answer is owed, at once."""
 
     def news(self) -> Iterable[events.Event]:
         """Return what has happened since the last call. Must not wait."""
@@ -108,8 +112,7 @@ class Extension:
         """Note that a sequence is over, before its listener gets its end."""
 
     def ran(self, chunks: Sequence[Chunk]) -> None:
-        """Note that a step has run these chunks, of sequences that are still wanted. Its tokens
-        aren't known yet."""
+        """Note that a step has run these chunks of sequences still wanted. Its tokens follow."""
 
     def drew(self, drawn: Sequence[events.Drawn]) -> None:
         """Note new tokens, before any listener gets them."""

@@ -316,8 +316,7 @@ class EngineService:
             self._see_off()
 
     def _turn(self) -> None:
-        """Do what others want, and a step if there is work. Without work, or in a pause, wait
-        for what they want."""
+        """Do what others want, then a step. Without work, or in a pause, wait for others."""
         try:
             self._obey(self.served.engine.pause_s if self.has_work else None)
             if not self._is_closing:

@@ -54,6 +54,10 @@ class Transfers(Extension):
         self._fetching = FetchingTime()
 
     @property
+    def has_work(self) -> bool:
+        return self._stock.is_copying
+
+    @property
     def idle_pause_s(self) -> float:
         return _COPY_LOOK_S if self._stock.has_lower else 0.0
 

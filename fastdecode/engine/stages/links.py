@@ -99,8 +99,7 @@ class StageLinks:
         return stage
 
     def take_heard(self) -> list[tuple[int, FromAnyStage]]:
-        """Return the messages of stages in their order, each with its stage. Each is taken
-        once."""
+        """Return the messages that have come since the last call, in order, with their stages."""
         heard, self.heard = self.heard, []
         return heard
 

@@ -345,8 +345,7 @@ class ColumnReplacements:
 
     @property
     def timeout_s(self) -> float:
-        """How long to keep looking. 0 if each lost column lacks a member without a possible
-        replacement."""
+        """How long to keep looking. 0 if a member of each lost column can't be replaced."""
         groups = (self._fleet.groups[holder] for holder in self._fleet.lost)
         return 0.0 if all(map(self._is_vacant, groups)) else self._timeout_s
 
@@ -383,8 +382,7 @@ class ColumnReplacements:
         return not all(may_come)
 
     def _let_in(self, group: CacheGroup) -> bool:
-        """Make members of the replacements of a column's lost members. Return False if one has
-        none."""
+        """Let in a column's replacements. Return False if a lost member of it has none."""
         members = self._fleet.of_stages
         here = [x for x in group.shards if members.is_here(x) and members.is_lost(x)]
         if not set(here) <= self._places.look(here).keys():

@@ -263,8 +263,7 @@ class Relay:
                 self._links.tell(FIRST_STAGE, what(worker))
 
     def _greet(self, column: HolderId, number: int) -> None:
-        """Greet the R-worker of a column again, or its replacement. Without one, report the loss
-        once more."""
+        """Greet a column's R-worker, or its replacement, again. Without one, report the loss."""
         assert self._regreeting is not None
         self._reported.pop(column, None)
         self._numbers[column] = number

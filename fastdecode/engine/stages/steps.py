@@ -66,8 +66,7 @@ def stage_pass(batch: StepBatch, x: Activations, lost: Collection[int]) -> Stage
 
 
 class FirstStageForward:
-    """A step of the first stage, which is sent to the later ones. The last one returns the rows
-    that draw a token."""
+    """A step of the first stage, sent to the later ones. The last returns rows that draw tokens."""
 
     def __init__(self, step: LaneStep, output: Fetched, fleet: ColumnPool) -> None:
         self._step, self._later, self._fleet = step, fleet.later, fleet
