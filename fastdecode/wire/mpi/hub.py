@@ -121,13 +121,14 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             else:
                 lends = message.lends  # type: ignore[union-attr]
                 piece = in_one_array(frame.arrays, ALIGNMENT) if lends else None
+                is_whole = piece is None and frame.body_bytes <= _COPIED_BYTES
+                start = aligned(len(frame.head)) if is_whole else 0
+                if not is_whole:  # the receiver takes it in while the body is copied
+                    self.job.isend(self.rank, self.line + 1, frame.head)
                 if piece is None:
-                    start = aligned(len(frame.head)) if frame.body_bytes <= _COPIED_BYTES else 0
                     piece = self.pool.take(start + frame.body_bytes)
                     piece.data[:start] = frame.head.ljust(start, b"\0")[:start]
                     frame.write_body(piece.data, start)
-                if len(piece) == frame.body_bytes:
-                    self.job.isend(self.rank, self.line + 1, frame.head)
             self.job.isend(self.rank, self.line, piece)
             if self.is_gone:
                 raise closed_error(self.peer, by_peer=True)

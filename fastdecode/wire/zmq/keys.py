@@ -79,8 +79,7 @@ NO_KEY: Final = ClusterKey(b"", b"")
 
 
 def read_key(given: str | None) -> ClusterKey | None:
-    """Return the key that ``--key`` names; None without one. Raises ConfigError: If the file can't
-    be used."""
+    """Return the key that ``--key`` names; None without one. Raises ConfigError: If it is bad."""
     if given is None:
         return None
     if given != "none":
