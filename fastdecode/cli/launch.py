@@ -265,9 +265,8 @@ def _truthful(mpirun_code: int, report: Path | None, *, was_stopped: bool) -> in
     except (OSError, ValueError):
         if was_stopped and not 1 < code < 128:
             return EXIT_INTERRUPTED
-        if code > 128:  # a signal ended the S-worker or mpirun
-            return EXIT_WORKERS_LOST
-        return code or 1
+        # A signal ended the S-worker, or mpirun, which then returns 1.
+        return code if 1 < code <= 128 else EXIT_WORKERS_LOST
 
 
 def find_mpirun(given: str | None = None) -> str:

@@ -270,16 +270,16 @@ if sys.argv[1:] == ["--version"]:
 files = [sys.argv[i + 1] for i, word in enumerate(sys.argv) if word == "--exit-code-file"]
 if code := pathlib.Path(sys.argv[0]).with_name("s-worker-says").read_text():
     pathlib.Path(files[-1]).write_text(code)
-sys.exit(9)
 """
 """An mpirun whose S-worker reports an exit code, or none, in the last file that it was given."""
 
 
-@pytest.mark.parametrize(("says", "code"), [("3", 3), ("", 9)])
-def test_the_users_exit_code_file_gets_the_exit_code(says: str, code: int, tmp_path: Path) -> None:
-    """And a job whose S-worker reports nothing ends with a line of its own."""
+@pytest.mark.parametrize(("says", "mpirun_code", "code"), [("3", 9, 3), ("", 9, 9), ("", 1, 4)])
+def test_the_users_exit_code_file_gets_the_exit_code(
+    says: str, mpirun_code: int, code: int, tmp_path: Path
+) -> None:
     mpirun, noted = tmp_path / "mpirun", tmp_path / "code"
-    mpirun.write_text(f"#!{sys.executable}\n{EXITS}")
+    mpirun.write_text(f"#!{sys.executable}\n{EXITS}sys.exit({mpirun_code})")
     mpirun.chmod(0o755)
     (tmp_path / "s-worker-says").write_text(says)
     launch = [*FASTDECODE, "launch", "--mpirun", str(mpirun), "--hosts", "localhost:1", "--"]
@@ -289,8 +289,8 @@ def test_the_users_exit_code_file_gets_the_exit_code(says: str, code: int, tmp_p
     command += ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
     outcome = run([*launch, *command])
     assert outcome.exit_code == code
-    has_line = "mpirun ended with exit code 9, and the S-worker reported no" in outcome.output
-    assert has_line is (says == "")
+    line = f"mpirun ended with exit code {mpirun_code}, and the S-worker reported no"
+    assert (line in outcome.output) is (says == "")
     assert noted.read_text() == f"{code}\n"
 
 

@@ -16,7 +16,7 @@ from reading import entered_by_a_decode_step, entered_by_a_loss
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "examples" / "model" / "checkpoint")
 MOST_LINES = {
-    "fastdecode/cli": 3795,
+    "fastdecode/cli": 3794,
     "fastdecode/conversations": 1318,
     "fastdecode/core": 9578,
     "fastdecode/engine": 15779,
