@@ -107,8 +107,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if a step would do anything: for requests, cancelled ones, or an extension."""
-        works = bool(self.requests) or self._has_pending
-        return works or any(extension.has_work for extension in self._extensions)
+        have_work = (extension.has_work for extension in self._reporting)
+        return bool(self.requests) or self._has_pending or any(have_work)
 
     @property
     def pause_s(self) -> float:

@@ -91,7 +91,7 @@ class Extension:
         """Note that the number of lanes has changed. No step is in flight."""
 
     def listen(self) -> None:
-        """Look for external events while no step is in flight and no answer is owed, at once."""
+        """Look for external events, without waiting. No step is in flight, no answer is owed."""
 
     def news(self) -> Iterable[events.Event]:
         """Return what has happened since the last call. Must not wait."""

@@ -89,20 +89,21 @@ class Frame(msgspec.Struct, frozen=True, eq=False):
 
     def in_one_piece(self) -> bytes:
         """Return head and body."""
-        if not self.body_bytes:
-            return self.head
         parts: list[Any] = [self.head]
         at = len(self.head)
-        for array in self.arrays:
+        for array in self.arrays if self.body_bytes else ():
             parts += bytes(-at % ALIGNMENT), array if array.flags.c_contiguous else bytes(array)
             at = array.nbytes
         return b"".join(parts)
 
-    def write_body(self, out: memoryview, at: int = 0) -> None:
-        """Copy the arrays into bytes [body_bytes] from ``at`` on. Padding stays as it was."""
-        for array in self.arrays:
+    def copied(self, pool: BufferPool, *, whole: bool) -> Array:
+        """Copy the body into a buffer; behind the head, if ``whole``. Padding stays as it was."""
+        arrays = [np.frombuffer(self.head, np.uint8), *self.arrays] if whole else self.arrays
+        out, at = pool.take(aligned(len(self.head)) * whole + self.body_bytes), 0
+        for array in arrays:
             np.ndarray(array.shape, array.dtype, out, at)[...] = array
             at = aligned(at + array.nbytes)
+        return out
 
 
 @lru_cache(1024)  # bounded, as a peer chooses dims
@@ -208,9 +209,7 @@ class Codec:
         if dims:
             self._arrays.append(value)
             return _header_of(value.dtype, dims)
-        if dims is not None:
-            return value.item()  # a number of NumPy's
-        return error_fields(value)
+        return error_fields(value) if dims is None else value.item()  # a number of NumPy's
 
     def _decode_value(self, hint: Any, value: Any) -> Any:
         """Return the next array of the body, or an error; msgspec's hook."""

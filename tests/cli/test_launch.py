@@ -274,10 +274,13 @@ if code := pathlib.Path(sys.argv[0]).with_name("s-worker-says").read_text():
 """An mpirun whose S-worker reports an exit code, or none, in the last file that it was given."""
 
 
-@pytest.mark.parametrize(("says", "mpirun_code", "code"), [("3", 9, 3), ("", 9, 9), ("", 1, 4)])
+@pytest.mark.parametrize(
+    ("says", "mpirun_code", "code"), [("3", 9, 3), ("", 9, 9), ("", 1, 4), ("", 0, 4)]
+)
 def test_the_users_exit_code_file_gets_the_exit_code(
     says: str, mpirun_code: int, code: int, tmp_path: Path
 ) -> None:
+    """And a job whose S-worker reports nothing ends with a line of its own."""
     mpirun, noted = tmp_path / "mpirun", tmp_path / "code"
     mpirun.write_text(f"#!{sys.executable}\n{EXITS}sys.exit({mpirun_code})")
     mpirun.chmod(0o755)

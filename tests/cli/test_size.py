@@ -82,8 +82,7 @@ def test_stages_are_planned_as_one_of_them_is(capsys: pytest.CaptureFixture[str]
 def test_a_stage_has_no_embedding_that_is_another_stages(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Ten layers of Llama-3 70B and its embedding and head (4.2 GB) don't fit into an A10; no GPU
-    of eight stages has both."""
+    """Ten layers of Llama-3 70B, its embedding and its head (4.2 GB) don't fit into an A10."""
     question = ["--model", "Llama-3 70B", "--gpu", "A10", "--cpu", "EPYC 7452", "--seq-len", "1024"]
     assert size(*question, "--pp", "8", "--json") == 0
     tree = json.loads(capsys.readouterr().out)

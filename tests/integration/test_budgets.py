@@ -26,7 +26,7 @@ MOST_LINES = {
     "fastdecode/schedule": 8710,
     "fastdecode/server": 2930,
     "fastdecode/text": 3540,
-    "fastdecode/wire": 4553,
+    "fastdecode/wire": 4546,
     "rworker": 8113,
     "sworker": 11630,
     "cpu_kernels": 6465,

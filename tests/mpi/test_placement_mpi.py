@@ -74,8 +74,7 @@ def answers_of(lines: str) -> list[dict[str, Any]]:
 
 
 class Job:
-    """``fastdecode launch --placement ... -- generate ...``, or another command, and
-    what comes of it."""
+    """``fastdecode launch --placement ... --`` with a command, and what comes of it."""
 
     def __init__(
         self,

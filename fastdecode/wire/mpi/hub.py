@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, get_args
 
 from fastdecode.core.errors import ConfigError, ProtocolError, WorkerError
 from fastdecode.wire.buffers import BufferPool, in_one_array
-from fastdecode.wire.codec import ALIGNMENT, MAX_BODY_BYTES, Array, Codec, aligned, kind_of
+from fastdecode.wire.codec import ALIGNMENT, MAX_BODY_BYTES, Array, Codec, kind_of
 from fastdecode.wire.messages import Failed, FromRWorker, Greeting, Message, ToRWorker
 from fastdecode.wire.mpi.job import load_mpi
 from fastdecode.wire.ranks import S_RANK, StageRanks, link_address
@@ -65,8 +65,8 @@ MEETING_LINE: Final = 12  # between S-workers of one stage, when the job begins
 
 _LINGER_S: Final = 2.0
 _LEAVING_S: Final = 5.0  # longest time for an S-worker to leave once rank 0 has left
-_JOINED_BYTES: Final = 1 << 16  # most of a body that is joined to its head as bytes
-_COPIED_BYTES: Final = 1 << 18  # most of one that is copied behind its head into a buffer
+_JOINED_BYTES: Final = 1 << 16  # a body of up to this size is joined to its head as bytes,
+_SMALL_BYTES: Final = 1 << 18  # one of up to this in a buffer, if it is not lent
 _GOODBYE, _SIGN = range(2)
 SIGN: Final = bytearray()  # what a sign of life sends
 _LINES: Final = range(16, 32_000, 2)
@@ -121,14 +121,11 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             else:
                 lends = message.lends  # type: ignore[union-attr]
                 piece = in_one_array(frame.arrays, ALIGNMENT) if lends else None
-                is_whole = piece is None and frame.body_bytes <= _COPIED_BYTES
-                start = aligned(len(frame.head)) if is_whole else 0
+                is_whole = piece is None and frame.body_bytes <= _SMALL_BYTES
                 if not is_whole:  # the receiver takes it in while the body is copied
                     self.job.isend(self.rank, self.line + 1, frame.head)
                 if piece is None:
-                    piece = self.pool.take(start + frame.body_bytes)
-                    piece.data[:start] = frame.head.ljust(start, b"\0")[:start]
-                    frame.write_body(piece.data, start)
+                    piece = frame.copied(self.pool, whole=is_whole)
             self.job.isend(self.rank, self.line, piece)
             if self.is_gone:
                 raise closed_error(self.peer, by_peer=True)
@@ -413,7 +410,7 @@ class MpiJob:
         return None if self.in_flight else True
 
     def wait_for_end(self, timeout_s: float | None = None) -> bool:
-        """Wait until rank 0 has left, and return True; or until it has died, and return False."""
+        """Wait until rank 0 has left or died. Return False if it has died: it sets no exit code."""
 
         def has_left() -> bool | None:
             self.advance()

@@ -34,7 +34,7 @@ from zmq.utils.monitor import parse_monitor_message
 from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerError
 from fastdecode.core.os_errors import explained
 from fastdecode.wire.blocks import ReadBlocks
-from fastdecode.wire.codec import MAX_HEAD_BYTES, NAME, Codec, aligned, kind_of, read_prefix
+from fastdecode.wire.codec import MAX_HEAD_BYTES, NAME, Codec, kind_of, read_prefix
 from fastdecode.wire.instances import InstanceHello
 from fastdecode.wire.messages import Failed, FromRWorker, Hello, Inspect, Message, ToRWorker
 from fastdecode.wire.traits import MOST_PEERS, Role
@@ -131,10 +131,7 @@ class ZmqConnection:
             frame = self._codec.encode(message)
             parts: list[Any] = [*self.route, frame.head]
             if 0 < frame.body_bytes <= _SMALL_BYTES:
-                start = aligned(len(frame.head))
-                parts[-1] = whole = self._codec.pool.take(start + frame.body_bytes).data
-                whole[: len(frame.head)] = frame.head
-                frame.write_body(whole, start)
+                parts[-1] = frame.copied(self._codec.pool, whole=True).data
             else:
                 for array in frame.arrays:
                     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -79,7 +79,7 @@ NO_KEY: Final = ClusterKey(b"", b"")
 
 
 def read_key(given: str | None) -> ClusterKey | None:
-    """Return the key that ``--key`` names; None without one. Raises ConfigError: If it is bad."""
+    """Return the key that ``--key`` names; None without one. Raises ConfigError: A bad file."""
     if given is None:
         return None
     if given != "none":
